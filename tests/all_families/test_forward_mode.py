@@ -20,7 +20,7 @@ NAMES = [name for name, call in CALLS.items() if call.differentiable]
 
 
 def test_every_function_is_here():
-    """But for those without a gradient."""
+    """Except those without a gradient."""
     without = {"attention_with_kv_cache", "drop_path_scale"}
     found = {name.split(" ")[0].removeprefix("functional.") for name in NAMES}
     assert set(functional.__all__) - found == without

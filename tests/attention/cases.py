@@ -34,7 +34,7 @@ OPTIONAL += ("alibi_slopes", "sinks", "seed", "block_mask")
 
 
 def within_window(case, distance: Tensor) -> Tensor:
-    """Whether a query sees a key that is so far after it, by a case's window."""
+    """Whether a query sees the key `distance` places before it, by a case's window."""
     seen = torch.ones_like(distance, dtype=torch.bool)
     if case.window_left >= 0:
         seen &= distance <= case.window_left
@@ -45,13 +45,13 @@ def within_window(case, distance: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention; `storage` says how its sequences lie in memory.
+    """One attention; `storage` is the layout of its sequences in memory.
 
     dense   (batch, heads, seq, dim), all of one length
-    used    the same, with seqused_k; keys that are not used are NaN. All have the most queries
+    used    the same, with seqused_k; keys that are not used are NaN. All have seq_q queries
     packed  (total, heads, dim) and cu_seq_*
     packed used  with seqused_k as well; keys that are not used are NaN
-    paged   keys in pages and seqused_k; what no sequence uses is NaN. Has no gradients
+    paged   keys in pages and seqused_k; rows that no sequence uses are NaN. No gradients
     """
 
     dtype: torch.dtype = F32
@@ -130,7 +130,7 @@ class Case:
         return numbers
 
     def permissions(self) -> dict:
-        """The keyword arguments that the definition has not."""
+        """The keyword arguments that the definition does not have."""
         return dict(allow_tf32=True) if self.tf32 else {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -449,8 +449,8 @@ def expected_dtypes(case: Case, t: dict[str, Tensor]) -> dict[str, torch.dtype]:
 
 
 def draws(case: Case) -> int:
-    """How many are pooled: one says little of a small attention, or of a gradient that is a number
-    per head. float64's bound is no question of chance."""
+    """The number of draws that are pooled. One says little about a small attention, or a gradient
+    that is one number per head. float64's bound does not depend on chance."""
     scores = case.heads * sum(q * k for q, k in case.sequences)
     if scores == 0:
         return 1
@@ -464,8 +464,8 @@ CLEARLY = 0.75
 
 
 def stages(case: Case, draws=draws) -> tuple[tuple[int, float], ...]:
-    """(draws that a case is judged by, share of the bounds that it may take): a few, and more of
-    one that fails with fewer.
+    """(draws that a case is judged by, share of the bounds that it may take): first a few draws,
+    then more if it fails.
 
     The largest error of 32 columns and 385 rows still halves or doubles from 50 draws to 250.
     """
@@ -474,8 +474,8 @@ def stages(case: Case, draws=draws) -> tuple[tuple[int, float], ...]:
 
 
 def pool(case: Case) -> tuple[Case, ...]:
-    """Where every row has one key, P is 1 and gradients of scores are 0 but for what cancels, in
-    torch exactly or not: that says something beside a case of more keys only."""
+    """If every row has one key, P is 1 and gradients of scores are 0 up to cancellation, which may
+    be exact in torch. So a case of more keys is pooled with it."""
     if case.storage == "dense" and case.seq_k == 1:
         return case, replace(case, seq_k=3)
     if case.seq_q == 1 and case.window_right == 0 and not case.bottom_right:
@@ -569,7 +569,7 @@ LAYOUTS += ["a slice of qkv", "half of kv", "columns not dense", "every other co
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit but for the kind of NaN."""
+    """Equal bit for bit, except the kind of NaN."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -615,7 +615,7 @@ def pairwise(axes: dict[str, Sequence], seed: int = 0) -> list[dict]:
 
 
 def combination(row: dict) -> Case:
-    """A row of options that go by pairs."""
+    """The case of a row of `pairwise`."""
     row = dict(row)
     (seq_q, seq_k), (heads, kv_heads) = row.pop("length"), row.pop("group")
     left, right, bottom_right = row.pop("window")

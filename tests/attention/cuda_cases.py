@@ -41,12 +41,12 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
 def of_kind(kind) -> dict:
-    """What makes it one: fields of a case."""
+    """The fields that make a case one of this kind."""
     return dict(dtype=F32, tf32=True) if kind == "tf32" else dict(dtype=kind)
 
 
 def judge_one_draw_first(monkeypatch) -> None:
-    """And no more of a case if it is right; see attention_cases.check."""
+    """More draws of a case only if the first one fails; see attention_cases.check."""
     for cases in (attention_cases, attention_decode_cases):
         stages = tuple((count, 1.0) for count in (1, 6, 30, 150))
         monkeypatch.setattr(cases, "stages", lambda case: stages)
@@ -114,7 +114,7 @@ BRANCHES = {
     "no keys": dict(seq_q=33, seq_k=0, sinks=F32),
 }
 
-# In TF32 those where who has which score says what is done.
+# In TF32 those that depend on which thread has which score.
 BRANCHES_OF_KINDS = [(name, kind) for name in BRANCHES for kind in (BF16, F32)]
 BRANCHES_OF_KINDS += [(name, "tf32") for name in ("paged", "masks", "unaligned")]
 branches = pytest.mark.parametrize("name, kind", BRANCHES_OF_KINDS, ids=str)
@@ -142,7 +142,7 @@ AXES = dict(
 
 
 def every_third(rows: list[dict]) -> list:
-    """As cases of a test; the others are slow."""
+    """Cases of a test, of which every third is quick."""
     slow = [[pytest.mark.slow] if number % 3 else [] for number in range(len(rows))]
     return [
         pytest.param(row, marks=marks, id="-".join(map(str, row.values())))

@@ -306,7 +306,7 @@ def test_first_used_in_inference_mode():
 
 
 def test_slices():
-    """torch lets a slice have its mask_mod again."""
+    """torch lets a mask_mod be set on a slice again."""
     whole = create_block_mask(documents, 2, None, 300, 300, "cpu")
     query, key, value = torch.randn(3, 2, 1, 300, 8)
     one = whole[1:2]

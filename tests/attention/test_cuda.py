@@ -136,8 +136,8 @@ LAID_OUT = Case(
 
 @half_and_float
 def test_terms_of_a_shard_of_keys(dtype):
-    """Tiles begin where calls of Philox do: here before the first row of bias and mask, by what
-    both are read by."""
+    """Tiles begin where calls of Philox do: here before the first key of bias and mask, by the
+    width of their reads."""
     check(Case(dtype, 40, batch=1, heads=1, seq_q=40, seq_k=64, key_offset=12, bias="hq", mask="hq",
                dropout_p=0.2))  # fmt: skip
 
@@ -181,7 +181,7 @@ def test_no_tensor_is_aligned(cuda, head_dim, kind):
 @pytest.mark.parametrize("far", [1, 2, 3], ids=["sequences", "heads", "rows"])
 @pytest.mark.grid
 def test_offsets_beyond_32_bits(cuda, far, dtype):
-    """The memory between what lies so far apart is never touched. A dbias is always dense."""
+    """The memory between such elements is never touched. A dbias is always dense."""
     attention_cases.reserved(2**31 + 2**20, dtype)
     cuda.keywords["deterministic"] = True
     case = Case(dtype, 64, heads=2, seq_q=20, seq_k=70, bias="bhq", mask="bhq", **CAUSAL)

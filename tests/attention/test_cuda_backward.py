@@ -55,7 +55,7 @@ SHARED = {
 
 
 def shared(*quick: str):
-    """With each of them; the others are slow."""
+    """Each of SHARED; those that are not `quick` are slow."""
     names = [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in SHARED]
     return pytest.mark.parametrize("name", names)
 
@@ -77,8 +77,8 @@ def in_orders(cuda, case: Case, orders: list[dict], **options) -> list[dict]:
 
 @shared("long", "everything", "tf32")
 def test_deterministic_is_bitwise_repeatable(cuda, name):
-    """In any order, and on a device of as little shared memory as any has, and no reductions of
-    four numbers at once."""
+    """In any order, also on a device with the least shared memory and without reductions of four
+    numbers at once."""
     orders = [*ORDERS, dict(ORDERS[1], shared=99 * 1024, capability=86)]
     first, *others = in_orders(cuda, SHARED[name], orders, deterministic=True)
     for other in others:
@@ -184,7 +184,7 @@ def keys_of_tile(case: Case, call: dict) -> int:
 @pytest.mark.parametrize("name", [name for name in ONE_PASS if "float" not in name])
 def test_one_pass(cuda, name, deterministic):
     """K, V, dK and dV once; Q and dO, and dQ in float32, once for each tile of keys that sees them,
-    by whole tiles of queries; O once more, with dO. To the byte but for rows that fill up eight.
+    by whole tiles of queries; O once more, with dO. To the byte, except rows that fill up eight.
     """
     case = ONE_PASS[name]
     call = counted(cuda, case, deterministic=deterministic)

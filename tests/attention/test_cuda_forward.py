@@ -1,4 +1,4 @@
-"""Attention's forward kernels under the emulator: what rows depend on, traffic, resources."""
+"""Attention's forward kernels under the emulator: dependence of rows, traffic, resources."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_any_number_of_heads_in_turns(cuda, dtype):
 
 
 def instance_of(cuda, case: Case, t: dict) -> tuple[str, dict]:
-    """The kind of the instance that a call took, and what came out."""
+    """The kind of the instance that ran, and the results."""
     outputs = forward(case, t)
     (launch,) = cuda.done[-1]["launched"]
     return re.search(r"ForwardKind::k(\w+)", launch.kernel)[1], outputs
@@ -71,7 +71,7 @@ def instance_of(cuda, case: Case, t: dict) -> tuple[str, dict]:
 @pytest.mark.parametrize("dtype", TILED, ids=str)
 @pytest.mark.grid
 def test_where_rows_lie_changes_no_bit(cuda, dtype, head_dim, shared):
-    """Not whether keys are in pages, nor how rows are aligned, though instances differ."""
+    """Neither pages nor the alignment of rows, though other instances run."""
     case = Case(dtype, head_dim, heads=2, kv_heads=1, storage="packed",
                 lengths=((150, 230), (33, 40)), window_left=100, **CAUSAL)  # fmt: skip
     paged = replace(case, storage="paged", page_size=7)  # the same, drawn alike
@@ -90,7 +90,7 @@ def test_where_rows_lie_changes_no_bit(cuda, dtype, head_dim, shared):
 
 @half_and_float
 def test_rows_do_not_depend_on_large_scores_of_others(dtype):
-    """Scores so large that a row subtracts its maximum first are a matter of that row."""
+    """Scores so large that a row subtracts its maximum first affect that row alone."""
     case = Case(dtype, 64, batch=1, heads=1, seq_q=70, seq_k=130)
     t = case.tensors()
     expected = forward(case, t)
@@ -157,7 +157,7 @@ def test_terms_of_scores_are_read_once(cuda, name, terms, size):
 
 
 def test_pages_are_read_once(cuda):
-    """Beside their numbers, which are looked up for every row."""
+    """In addition their numbers, which are looked up for every row."""
     paged = Case(BF16, 64, storage="paged", lengths=((70, 130), (150, 40)), page_size=16)
     packed = replace(paged, storage="packed", bias="bhq")
     read = [counted(cuda, case)["read"] for case in (paged, packed)]

@@ -90,7 +90,7 @@ def test_every_nan_that_arithmetic_makes_is_one(bits, tf32):
 @pytest.mark.parametrize("bias", ["q", ""])
 @pytest.mark.parametrize("head_dim", [40, 264])
 def test_backward_only_where_it_is_allowed(head_dim, bias):
-    """dbias is made by multiply-adds, of an LSE and a delta that have the forward's errors."""
+    """dbias is computed by multiply-adds, from an LSE and a delta with the forward's errors."""
     case = Case(F32, head_dim, batch=1, heads=1, seq_q=66, seq_k=130, bias=bias)
     t = case.tensors()
     exact = relative_errors(ours(case, t), case, t)
@@ -125,7 +125,7 @@ def test_reads_as_much_as_multiply_adds(cuda):
 
 
 def test_a_bias_gradient_has_a_bound():
-    """It recomputes scores otherwise than the forward; large ones may differ by many units."""
+    """It recomputes scores in another way than the forward; large ones may differ by many units."""
     case = Case(F32, 64, batch=1, heads=1, seq_q=66, seq_k=130, bias="q", tf32=True)
     t = case.tensors()
     t["query"] *= 3000

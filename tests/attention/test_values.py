@@ -47,7 +47,7 @@ HEAD_DIMS = (1, 8, 40, 59, 64, 72, 96, 111, 128, 160, 192, 256, 264, 512)
 
 
 def one_head(executor: Executor) -> dict:
-    """The emulator takes its time."""
+    """The emulator is slow."""
     return dict(batch=1, heads=1) if executor.name == "emulated" else {}
 
 

@@ -204,7 +204,7 @@ def keywords(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def call(case: Case, t: dict[str, Tensor], **changes) -> tuple[Tensor, Tensor]:
-    """The raw op, which writes into t's own caches where there is a key."""
+    """The raw op, which writes into t's own caches if there is a key."""
     arguments = case.options() | keywords(t) | dict(out_bshd=case.out_bshd)
     if "key" not in t:
         return torch.ops.onepass.attention_decode(

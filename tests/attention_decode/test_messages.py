@@ -256,7 +256,7 @@ def test_the_right_calls_are_right(number):
 
 
 def test_caches_in_one_place():
-    """Keys and values would be written into the same rows; reading them is as good as any."""
+    """Keys and values would be written into the same rows; reading them is allowed."""
     message = "v_cache must not lie where k_cache does, both are written in place, got one place"
     for right in (APPEND, APPEND_PAGED, APPEND_SCATTERED, ROTARY):
         cache = right["k_cache"].clone()

@@ -96,7 +96,7 @@ class Case:
 
 
 def row_factors(batch: int, dtype: torch.dtype = F32) -> Tensor:
-    """Some of them dropped, whatever the batch."""
+    """Factors of rows, every third of which is dropped."""
     keep = torch.arange(batch, dtype=dtype) % 3 != 1
     return keep.to(F64 if dtype == F64 else F32) * 1.25
 

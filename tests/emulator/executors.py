@@ -75,7 +75,7 @@ class Cost(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """1.0 where there are none."""
+        """1.0 without accesses."""
         return round(self.taken / self.least, 2) if self.least else 1.0
 
 
@@ -117,7 +117,7 @@ def all_instances() -> set[str]:
 
 
 def kernel_of(instance: str) -> str:
-    """Without its arguments."""
+    """The kernel's name, without the instance's arguments."""
     return re.search(r"kKernel = .*?(\w+_kernel)\b", instance)[1]
 
 
@@ -281,7 +281,7 @@ class OnDevice:
 
 
 def operators(namespace: str) -> dict[str, object]:
-    """By name."""
+    """The operators of a namespace, by name."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     names = [name.partition("::")[2] for name in names if name.startswith(f"{namespace}::")]
     return {name: getattr(getattr(torch.ops, namespace), name).default for name in names}

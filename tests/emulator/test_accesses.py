@@ -1,8 +1,8 @@
 """How well the lanes of warps access memory together, in the main loop of every kernel.
 
-Of each kernel four numbers: wavefronts of reads and of writes of shared memory, and sectors of
-reads and of writes of global memory, by the least that they could be (csrc's kernels as they ship,
-tests/cuda_emulator/accesses.h). 1 where a comment says nothing.
+Four numbers for each kernel: wavefronts of reads and of writes of shared memory, and sectors of
+reads and of writes of global memory, divided by the least possible (csrc's kernels as they ship,
+tests/cuda_emulator/accesses.h). Where one is not 1, a comment says why.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def test_what_runs_elsewhere_is_the_cpus_again(emulator):
 
 
 def test_bytes_between_the_members_of_a_struct_are_zero(cuda, tmp_path):
-    """Old bytes there could look like an address, and were relocated as one."""
+    """Old bytes there could look like an address and be relocated as one."""
     sizes = [1237 + i for i in range(20)]
     _library().emulated_keep(str(tmp_path).encode())
     torch.ops.onepass.gradient_norm([torch.randn(n) for n in sizes], 2.0)

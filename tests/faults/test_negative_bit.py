@@ -91,7 +91,7 @@ def test_operators_that_read_resolve():
 
 
 def test_a_step_of_negative_views_is_refused_whole():
-    """Of parameters, which it writes; gradients are resolved (test_optim_loads.py)."""
+    """Views of parameters, which it writes; gradients are resolved (test_optim_loads.py)."""
     parameters = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
     parameters[1] = torch.nn.Parameter(view_of(torch.ones(8)))
     for parameter in parameters:

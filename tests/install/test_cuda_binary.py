@@ -122,7 +122,7 @@ def test_built_kernels():
 
 
 def marked(source: str, arch: str):
-    """Quick are those without a register left, on the architecture whose speed is promised.
+    """Quick cases have no register left, on the architecture whose speed is promised.
 
     The others take minutes to compile; all are in the built library, for the oldest architecture.
     """

@@ -1,4 +1,4 @@
-"""Under PyTorch Lightning's trainer: mixed precision, clipping by the trainer, with and without."""
+"""Under PyTorch Lightning's trainer: mixed precision, with and without the trainer's clipping."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_smoothed_labels_read_logits(tmp_path):
 
 
 def test_a_loss_of_the_trainers_own_and_metrics_in_training(tmp_path):
-    """Which read logits, though the model is given labels."""
+    """They read logits, though the model is given labels."""
     stock = llama()
     model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     onepass.swap(model, lazy_logits=True)

@@ -71,7 +71,7 @@ def make(
 
 
 def stock(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; of a mix of dtypes, which it does not take, in float32, and rounded once."""
+    """F.linear; a mix of dtypes, which it refuses, in float32 and rounded once."""
     given = [tensor for tensor in (weight, bias) if tensor is not None]
     if all(tensor.dtype is input.dtype for tensor in given):
         return F.linear(input, weight, bias)

@@ -196,7 +196,7 @@ def poisoned_memory():
 @dtypes
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 4, 5), (7, 0, 5), (7, 5, 0), (300, 200, 100)])
 def test_every_element_is_written(shape, dtype):
-    """And no scratch is read before."""
+    """And no scratch memory is read before it is written."""
     case = make(*shape, dtype)
     expected = every_result(case)
     with poisoned_memory():

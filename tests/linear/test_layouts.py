@@ -103,7 +103,7 @@ def test_the_gradient_lies_as_the_weight_does(dtype):
 
 @dtypes
 def test_slices_of_one_wide_weight(dtype):
-    """As of a projection for query, key and value together."""
+    """As in a projection for query, key and value together."""
     whole = make(9, 24, 3 * 16, dtype)
     expected = functional.linear(**whole.tensors())
     for part in range(3):

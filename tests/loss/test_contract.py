@@ -219,7 +219,7 @@ def test_sizes_that_only_the_run_tells_are_left_to_it():
 
 
 def backwards(dtype=F32):
-    """A loss in place of logits that a layer has made, its logits and the layer."""
+    """(a layer, its logits, targets), for gradients in place of the logits."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 40).to(dtype)
     logits = layer(torch.randn(6, 8, dtype=dtype))

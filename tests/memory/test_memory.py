@@ -119,7 +119,7 @@ def test_forks_inherit_it():
 
 @on_glibc
 def test_other_threads_keep_what_fits_their_heaps():
-    """Which have at most 64 MiB."""
+    """Their heaps have at most 64 MiB."""
     shown("in_threads", lambda small, large, main: small < FRESH and main < FRESH <= large)
 
 
