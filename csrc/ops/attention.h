@@ -29,11 +29,11 @@ inline constexpr int64_t kMaxHeadDim = 512;
 // A window without a limit; far enough from overflow that positions may be added to it.
 inline constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
 
-// What a block of a dense call lets through, where there are blocks; the last ones of queries and
-// of keys may be cut short. The mask is (1, tiles, block_q, block_k) then.
+// The numbers of a block mask: which keys a block of a dense call may see. The last blocks of
+// queries and of keys may be shorter. The mask is then (1, tiles, block_q, block_k).
 inline constexpr int32_t kNoKeys = 0;
 inline constexpr int32_t kAllKeys = 1;
-inline constexpr int32_t kFirstTile = 2;  // what the first tile says; the next number is the next
+inline constexpr int32_t kFirstTile = 2;  // the keys of the mask's first tile; then the second's
 
 // (batch, heads, rows, cols) with a dense last dimension; strides in elements, 0 where broadcast.
 // Null data: not given, or not wanted.

@@ -17,7 +17,7 @@ enum class AttentionLayout {
 enum class AttentionKeys {
   kOwn,       // as long as the call says
   kCaches,    // a cache for each sequence, or pages; seqused_k is how much of it is in use
-  kAnyCache,  // likewise, and cache_batch_idx says which cache is whose
+  kAnyCache,  // the same, with cache_batch_idx as each sequence's cache
 };
 
 class AttentionChecks {

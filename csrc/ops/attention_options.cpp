@@ -23,7 +23,7 @@ void check_broadcast(const char* op, const char* name, const CheckedAgainst& che
 
 int64_t blocks_of(int64_t rows, int64_t block) { return rows / block + (rows % block != 0); }
 
-// A block mask: of each block what it lets through, and the tiles of those that need one.
+// A block mask: for each block a number (no keys, all keys, or a tile), and the tiles.
 void check_blocks(const char* op, const CheckedAgainst& checked, const AttentionOptions& options,
                   const TensorInfo& tiles, Attention& args) {
   const TensorInfo blocks = input_of(op, "block_mask", *options.block_mask);

@@ -38,7 +38,7 @@ int32_t capability_of(const Device& device) {
   int32_t found = capability.load(std::memory_order_relaxed);
   if (found == 0) [[unlikely]] {
     found = onepass_cuda_capability(device.index);
-    if (found < 0) found = kOldestCapability;  // the launch says what is wrong with the driver
+    if (found < 0) found = kOldestCapability;  // the launch then reports the driver's error
     capability.store(found, std::memory_order_relaxed);
   }
   return found;

@@ -1,7 +1,7 @@
 // Attention in scalar code, one score at a time: the meaning of ops/attention.h in as few lines as
 // it takes, and the kernel of float64.
 //
-// Every score is computed anew wherever it is needed. The forward does so twice, for the sum and
+// Every score is recomputed wherever it is needed. The forward computes it twice, for the sum and
 // for the output; the backward once for every gradient that the score belongs to: rows of queries,
 // rows of keys and elements of dbias are each one thread's own sum, so nothing is added up across
 // threads and results do not depend on their number. Done when it is right.

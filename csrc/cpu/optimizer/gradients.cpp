@@ -1,8 +1,8 @@
 // Operators on all gradients of a model: their norm, and their scaling.
 //
 // The tensors are one flat list of pieces of kPieceElements, spread over threads in one parallel
-// region, so that hundreds of small tensors cost what one large one does. Traffic: one read for the
-// norm; a read and a write where they are scaled. Done when it runs at the speed of memory.
+// region, so that hundreds of small tensors cost as much as one large one. Traffic: one read for
+// the norm; a read and a write where they are scaled. Done when it runs at the speed of memory.
 #include <cmath>
 
 #include "core/visit.h"

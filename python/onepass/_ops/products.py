@@ -24,8 +24,8 @@ from onepass._compiling import constant_where_traced
 from onepass._ops import dispatch_log, tracing
 
 # Products that onepass computes faster although oneDNN has instructions, because oneDNN packs the
-# weight in each call: up to so many multiply-adds with a weight of so many elements, and without
-# gradients up to so many rows. In bfloat16 on one thread of a Zen 4 (benchmarks/small_calls.py,
+# weight in each call. The bounds: SMALL_PRODUCT multiply-adds with SMALL_WEIGHT elements of weight,
+# or FEW_ROWS rows without gradients. In bfloat16 on one thread of Zen 4 (benchmarks/small_calls.py,
 # training / inference): 256x256 with 1, 16, 64 rows 1.3 / 1.7, 1.2 / 1.4, 1.1 / 1.1 times as fast;
 # 512x512 with 1, 8, 16 rows 0.8 / 1.5, 0.9 / 1.3, 0.8 / 1.1; 2048x2048 in inference with 1, 12, 16
 # rows 1.4, 1.05, 0.9. Other dtypes and CPUs have not been measured.

@@ -179,7 +179,7 @@ def _compute(
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation is linear: its backward is the transposed rotation, differentiated likewise."""
+    """A rotation is linear: its backward is the transposed rotation, and so on."""
 
     generate_vmap_rule = True
 

@@ -14,7 +14,7 @@ import torch
 from onepass.bench.harness import clock_of, measure_pairs
 
 BIG_BYTES = 192 << 20  # per tensor: well beyond any cache here
-CUDA_BIG_BYTES = 1 << 30  # likewise; a millisecond of the fastest device
+CUDA_BIG_BYTES = 1 << 30  # the same on CUDA; a millisecond of the fastest device
 CUDA_MATRIX = 8192  # rows and columns: 1.1 TFLOP, 2 ms of the fastest device
 MATRICES = (torch.bfloat16, torch.float32)
 ARITHMETIC_SECONDS = 0.1

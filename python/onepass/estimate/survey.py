@@ -36,7 +36,7 @@ class Settings:
     optimizer: str = optimizers.ADAMW
     kinds: tuple[str, ...] | None = None  # of the swap; None: all that pay
     memory: int | None = None  # bytes
-    rows: int | None = None  # of the batch; None: as it came
+    rows: int | None = None  # of the batch; None: unchanged
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,10 @@ def linear(
     """``residual + dropout(activation(input weight^T + bias))``, as `F.linear` without the options.
 
     On a CPU the products are onepass's own, computed in float32 (float64 for float64) and rounded
-    once: a row of the output is the same bits whatever rows it is computed with, and on however
-    many threads. What comes after the products is computed while they are in the cache; training
-    keeps the input and, with an activation, what it is applied to. On CUDA the products are
-    torch's, and so are those of tensor subclasses (quantised weights); there the rest is done by
-    passes of its own.
+    once: the bits of a row of the output do not depend on the other rows or on the number of
+    threads. The following steps are computed while the products are in the cache; training keeps
+    the input and, with an activation, its argument. On CUDA the products are torch's, and so are
+    those of tensor subclasses (quantised weights); there each further step is a separate pass.
 
     Args:
         input: (..., in_features); float32, bfloat16, float16 or float64. A last dimension that is
@@ -125,7 +124,7 @@ def _composed(
 
 
 def _has_products(tensor: Tensor | None) -> bool:
-    """Whether it is of a class that may compute products in a way of its own."""
+    """Whether the tensor's class may have its own products."""
     if type(tensor) in _PLAIN:
         return False
     if is_dtensor(tensor):  # each process computes with a part of it

@@ -1,5 +1,5 @@
 """Cross entropy of logits: the loss in one read of them, its gradient in one read and one write;
-and of a linear layer's output, which is then never whole in memory."""
+and of a linear layer's output, without all logits in memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cross_entropy(
             float64. Other dimensions are to be flattened.
         target: indices of classes, int64 of shape (rows,) or (). On the CPU one that is neither a
             class nor ignore_index is an error; on CUDA its loss and gradient are NaN.
-        weight: of shape (classes,), of each class, or None.
+        weight: shape (classes,), the weights of the classes, or None.
         ignore_index: the target of rows that do not count.
         label_smoothing: from 0 to 1, the part of each target that all classes share.
         softcap: c > 0 turns a logit x into c tanh(x / c) first.
@@ -95,8 +95,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """`cross_entropy` of ``input linear_weight^T + linear_bias``, whose logits are never whole in
-    memory: `torch.nn.functional.linear_cross_entropy`.
+    """`cross_entropy` of ``input linear_weight^T + linear_bias`` without all logits in memory, as
+    `torch.nn.functional.linear_cross_entropy`.
 
     Rows are computed in chunks. For each chunk the logits and the loss are computed and, if a
     gradient is needed, the gradient of the logits in the same memory, and its terms in the
@@ -145,7 +145,7 @@ def linear_cross_entropy(
         options = (ignored, label_smoothing, softcap, z_loss)
         layer = (input, linear_weight, linear_bias)
         if any(isinstance(t, Tensor) and _has_products(t) for t in layer):
-            # A class of tensor with products of its own: the logits are whole.
+            # A class of tensor with its own products: whole logits are computed.
             logits = linear(input, linear_weight, linear_bias)
             return _loss.cross_entropy(
                 logits, target, weight, *options, _loss.REDUCTIONS[reduction], True

@@ -81,8 +81,8 @@ def rotary_embedding(
             torch's autograd forbids to write there (a leaf that requires a gradient, a view of
             one, or a view that may not be modified, such as one of `chunk`), or the call is inside
             a transform of torch.func; nothing was written then. On CUDA the values of positions are
-            not looked at, which would wait for the device: a token whose position has no row
-            becomes NaN.
+            not checked, which would wait for the device: a token whose position has no row becomes
+            NaN.
         TypeError: an argument is of a wrong type.
 
     Examples:

@@ -37,7 +37,7 @@ MAX_NORM = {"within": 1e6, "clipped": 0.5}
 CHECKED_SHAPES = ((768,), (5000,), (3, 7), (8192,))
 
 
-_parameters: dict[int, list[Tensor]] = {}  # by the first gradient, so that none are made anew
+_parameters: dict[int, list[Tensor]] = {}  # kept by the first gradient, made once
 
 
 def _with(gradients: tuple[Tensor, ...]) -> list[Tensor]:
