@@ -482,7 +482,7 @@ def test_compile_fullgraph(dynamic):
 def test_compile_of_a_block_mask_that_was_not_used_yet():
     case = Case(F32, 16, heads=4, kv_heads=2, **LENGTHS)
     leaves, block_mask = leaves_of(case), made("causal", case)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="has to have been used once outside"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="must have been used once outside"):
         torch.compile(loss, fullgraph=True, backend="eager")(*leaves, block_mask)
     check_compiled(torch.compile(loss, backend="eager"), leaves, block_mask)
 

@@ -134,7 +134,7 @@ def test_the_log_says_why():
         assert device_attention.is_torchs(*heads())
     (call,) = calls
     assert call["kernel"] == TORCHS and call["reason"] == (
-        "dense 16-bit attention on this device (ONEPASS_CUDA_ATTENTION=always: not)"
+        "dense 16-bit attention on this device (ONEPASS_CUDA_ATTENTION=always: ours)"
     )
 
 

@@ -23,7 +23,7 @@ _MOST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 NOTE = (
     "on a GPU of compute capability 9.0 or newer, 16-bit attention without mask and dropout runs "
-    "torch's: nobody has measured onepass's there (ONEPASS_CUDA_ATTENTION=always takes it)"
+    "torch's: onepass's has not been measured there (ONEPASS_CUDA_ATTENTION=always runs it)"
 )
 
 
@@ -48,7 +48,7 @@ def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
             arguments=f"{tuple(query.shape)} by {tuple(key.shape)}, {str(dtype)[6:]}",
             kernel="torch.nn.functional.scaled_dot_product_attention",
             threads=1,
-            reason="dense 16-bit attention on this device (ONEPASS_CUDA_ATTENTION=always: not)",
+            reason="dense 16-bit attention on this device (ONEPASS_CUDA_ATTENTION=always: ours)",
         )
     return True
 

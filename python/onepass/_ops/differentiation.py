@@ -84,5 +84,5 @@ def _tell(function: type[torch.autograd.Function]) -> None:
             arguments="forward-mode differentiation",
             kernel="the definition in torch's operators",
             threads=torch.get_num_threads(),
-            reason="kernels know no tangents",
+            reason="kernels compute no tangents",
         )

@@ -80,7 +80,7 @@ ATTENTION_NOTE = (
 )
 
 LINEAR_CALLS_NOTE = (
-    "they run as they came where all rows of an input times the largest of the module's own "
+    "they run unchanged where all rows of an input times the largest of the module's own "
     f"weights are fewer multiply-adds per thread than {LEAST_LINEAR_CALLS[torch.float32][0]} "
     f"(16-bit: {LEAST_LINEAR_CALLS[torch.bfloat16][0]}, in inference "
     f"{LEAST_LINEAR_CALLS[torch.bfloat16][1]})"
@@ -92,8 +92,8 @@ GATE_NOTE = (
     f"{LEAST_GATE[torch.float32][1]})"
 )
 ROTARY_NOTE = (
-    "functions that rotate neighbouring columns and set them half a head apart, as DeepSeek's, run "
-    f"as they came on the CPU for fewer elements than {LEAST_ROTARY[torch.float32][0]} per thread "
+    "functions that rotate neighbouring columns and move them half a head apart, as DeepSeek's, "
+    f"run unchanged on the CPU for fewer elements than {LEAST_ROTARY[torch.float32][0]} per thread "
     f"(inference: {LEAST_ROTARY[torch.float32][1]})"
 )
 LOSS_NOTE = (
@@ -102,8 +102,7 @@ LOSS_NOTE = (
     "probabilities as targets and for logits of more than two dimensions"
 )
 LOSS_CALLS_NOTE = (
-    "they run as they came where tokens times vocabulary are fewer per thread than "
-    f"{LEAST_LOSS_CALLS}"
+    f"they run unchanged where tokens times vocabulary are fewer per thread than {LEAST_LOSS_CALLS}"
 )
 LINEAR_NOTE = (
     "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
@@ -112,8 +111,8 @@ LINEAR_NOTE = (
     "rows in float32 without AVX-512, or of a single row where torch has a fast product with a "
     "vector. "
     "In bfloat16 beside oneDNN, on AMD, they gain in small calls alone. explain(model, batch) "
-    "counts both. What looks for the class nn.Linear itself, such as quantize_dynamic, does not "
-    "find them: quantize before, or after unswap"
+    "counts both. Code that looks for the class nn.Linear itself, such as quantize_dynamic, does "
+    "not find them: quantize before, or after unswap"
 )
 
 

@@ -48,8 +48,8 @@ def blocks_and_tiles(op: str, block_mask, lengths: tuple[int, int]) -> tuple[Ten
 
 
 @outside_of_graphs(
-    "a BlockMask has to have been used once outside of a compiled graph: its mask_mod is "
-    "asked which keys each query sees"
+    "a BlockMask must have been used once outside of a compiled graph: its mask_mod is evaluated "
+    "for each query and key"
 )
 def _computed(op: str, block_mask, of: tuple) -> tuple[Tensor, Tensor]:
     # The result is kept, and a later call may save it for a backward.
