@@ -1,6 +1,6 @@
-# Two commands from a bare machine (Python 3.10 or newer, a C++20 compiler):
+# Two commands from a bare machine (Python 3.10 or newer, g++ 12 or newer):
 #   make compare   a real transformer on real text, stock against swapped, with a picture
-#   make test      the tests to work with; make test-all adds those that take their time
+#   make test      the quick tests; make test-all adds the slow ones
 # Everything happens in .venv; TORCH is pinned there and nowhere else. ARGS is passed on.
 
 TORCH ?= torch==2.13.0
@@ -31,7 +31,7 @@ $(VENV)/build.stamp: $(VENV)/torch.stamp $(SOURCES)
 	$(INSTALL) ".[tools]"
 	touch $@
 
-# After torch, so that what needs torch finds it and brings no other.
+# After torch, so that packages that need torch find it and bring no other.
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(INSTALL) ".[test,lint,docs]"
 	touch $@ $(VENV)/build.stamp
@@ -48,11 +48,11 @@ generate: build
 bench: build
 	$(BIN)/python -m onepass bench --goals benchmarks/goals.json $(or $(ARGS),all)
 
-# Without .venv: in $(PYTHON) as it is, which needs a torch with CUDA; works offline.
+# Not in .venv, but in $(PYTHON) as it is, which needs a torch with CUDA; works offline.
 gpu-report:
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
-# pytest keeps the tests as it rewrites them, which takes seconds in each process.
+# Lets pytest keep the tests that it has rewritten, which takes seconds in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
@@ -60,7 +60,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
 test: $(VENV)/test.stamp build
 	$(PYTEST) -m "not slow" tests $(ARGS)
 
-# What make test leaves out.
+# The tests that make test leaves out.
 test-slow: $(VENV)/test.stamp build
 	$(PYTEST) -m slow tests $(ARGS)
 	$(PYTEST) --nbmake --nbmake-timeout=300 notebooks

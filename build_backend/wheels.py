@@ -1,7 +1,7 @@
 """Builds what a release consists of, into dist/: the source archive, and a wheel for each Python.
 
     make wheels                                    # every Python from 3.10 on that is found
-    make wheels ARGS="--pythons 3.12 --cuda OFF"   # of some, for the CPU alone
+    make wheels ARGS="--pythons 3.12 --cuda OFF"   # some Pythons, for the CPU alone
     make wheels ARGS="--try 2.10.0 2.13.0"         # and install each beside these versions of torch
 
 The op libraries know nothing of Python and are compiled once. auditwheel names the oldest glibc
@@ -81,7 +81,7 @@ def build(python: str, options: argparse.Namespace) -> Path:
         "ONEPASS_CUDA_ARCHS": options.archs,
         "CMAKE_CUDA_FLAGS": "--compress-mode=size",  # nvcc's, from 12.8 on
     }
-    settings = [f"build-dir={BUILD}"]  # of all Pythons: what none of them changes is made once
+    settings = [f"build-dir={BUILD}"]  # shared by all Pythons: common objects are made once
     # In the build environment of another Python, scikit-build-core would delete the objects that it
     # finds here. Without these files it does not see that, and CMake configures anew.
     for name in (".skbuild-info.json", "CMakeCache.txt"):

@@ -1,6 +1,6 @@
 # libonepass_cpu.so: csrc/cpu compiled once per level. The objects of a level are merged and every
 # symbol but the level's table is made local: otherwise the linker would keep one copy of an inline
-# function for all levels, and a machine without AVX-512 could be handed AVX-512 code.
+# function for all levels, and a machine without AVX-512 could get AVX-512 code.
 set(levels baseline)
 set(flags_baseline "")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -27,7 +27,7 @@ if(ONEPASS_SANITIZE)
   set(optimization -O1)  # compiles in a fraction of the time
 endif()
 
-# GNU ld by name: other linkers that a compiler may prefer know no --force-group-allocation.
+# GNU ld by name: other linkers that a compiler may prefer have no --force-group-allocation.
 find_program(ONEPASS_LD NAMES ld.bfd ld REQUIRED)
 
 file(GLOB cpu_sources CONFIGURE_DEPENDS csrc/cpu/*.cpp csrc/cpu/*/*.cpp)

@@ -1,4 +1,4 @@
-# libonepass_cuda.so, if there is an nvcc. A visible GPU is not needed: containers build without.
+# libonepass_cuda.so, if there is an nvcc. No visible GPU is needed: containers build without one.
 set(ONEPASS_CUDA_ARCHS_TEXT "")
 set(ONEPASS_CUDA_VERSION "")
 if(ONEPASS_CUDA STREQUAL "OFF")
@@ -10,7 +10,7 @@ endif()
 set(obstacle "")
 include(CheckLanguage)
 if(NOT CMAKE_CUDA_COMPILER)
-  unset(CMAKE_CUDA_COMPILER CACHE)  # a search that failed in this folder before is made again
+  unset(CMAKE_CUDA_COMPILER CACHE)  # a search that failed in this folder before is repeated
 endif()
 check_language(CUDA)
 if(CMAKE_CUDA_COMPILER)

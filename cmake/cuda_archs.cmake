@@ -1,8 +1,8 @@
 # The architectures that the CUDA library is built for: `asked` ("80;90", "all" or empty: those of
 # the visible devices, and without one all).
 #
-# "all" is code for every kind of device that there are kernels for, and PTX that the driver of any
-# other one, older than the newest of them too (sm_110), compiles at the first call, for a minute.
+# "all" is code for every kind of device that there are kernels for, and PTX for all others, also
+# older than the newest of them (sm_110): their driver compiles it at the first call, for a minute.
 function(onepass_cuda_archs result asked nvcc)
   execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
   set(all 80-real 90)

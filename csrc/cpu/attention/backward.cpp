@@ -164,7 +164,7 @@ class Backward {
     }
   }
 
-  // Keys of a block but for those that no query sees and that would make dquery NaN.
+  // The keys of a block, except those that no query sees and that would make dquery NaN.
   template <class Key>
   KeySet keys_to_sum(int64_t batch, int64_t kv_head, int64_t k0, int64_t count, Key&& key) const {
     const SeenKeys range = seen_keys(args_, sequence_, 0, sequence_.queries);

@@ -40,8 +40,8 @@ class ScoreGradients {
   // both become cells, and dS rows besides.
   void operator()(const BackwardTile& t) {
     const SeenKeys seen = seen_keys(args_, sequence_, t.q0 + t.first, t.q0 + t.last);
-    // An odd end of cells is not: the scores computed beyond it are multiplied by zeros, and might
-    // be infinite.
+    // A tile that does not fill its cells is not `whole`: scores computed beyond its end may be
+    // infinite, and are multiplied by zeros.
     const bool whole =
         seen.all_first <= t.k0 && seen.all_last >= t.k0 + t.keys && t.keys % M::kPerCell == 0;
     if (dbias_) std::fill_n(dbias_row_, t.keys, 0.0f);

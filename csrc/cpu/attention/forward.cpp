@@ -26,7 +26,7 @@ constexpr int kGroup = kTileVectors * kLanes<float>;  // queries whose tile fill
 constexpr int64_t kBlock = 128;                       // queries that share the packing of a key
 constexpr int64_t kBlockLanes = 256;                  // of all heads that share it
 
-// How a call is cut up. Speed may depend on the threads, a result may not.
+// How a call is divided. Speed may depend on the threads, a result may not.
 struct Shape {
   int64_t block;   // queries, a multiple of kGroup
   int64_t blocks;  // of the longest sequence
@@ -94,16 +94,16 @@ Scratch<M> scratch_of(const AttentionForward& args, const Shape& shape, Arena& a
   return s;
 }
 
-// A tile of keys, ready for products; null where that has to be done yet.
+// A tile of keys, ready for products; null if not prepared yet.
 template <class M>
 struct Tile {
   const typename M::Element* keys;
   int64_t key_stride;
   const typename M::Element* values;
   int64_t value_step;  // between cells of neighbouring keys
-  KeySet zeros;        // whose values are taken as zeros
-  KeySet looked_at;    // whether their values are finite
-  KeySet not_finite;   // of those
+  KeySet zeros;        // keys whose values are taken as zeros
+  KeySet looked_at;    // keys whose values have been checked for being finite
+  KeySet not_finite;   // keys among these whose values are not
 };
 
 // The queries of one head that lie in the lanes of a group.
@@ -260,8 +260,8 @@ class Forward {
     }
   }
 
-  // Values for a group that sees keys `seen`: the same for all groups, unless there are rows that
-  // only some of them have to take as zeros. Looked at when they have been read in order.
+  // Values for a group that sees keys `seen`: the same for all groups, unless some groups must take
+  // rows as zeros that others see. They are checked after they have been read in order.
   void load_values_for(const Group& group, const KeySet& seen, Tile<M>& tile,
                        const KeyRows<const T>& values, int64_t k0, int64_t begin, int64_t end) {
     if (tile.values == nullptr) load_values(tile, values, k0, begin, end);

@@ -17,7 +17,7 @@ inline namespace ONEPASS_ISA {
 namespace {
 
 double dot(const double* a, const double* b, int64_t count) {
-  constexpr int kSums = 8;  // that do not wait for one another
+  constexpr int kSums = 8;  // independent sums
   double sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
@@ -68,7 +68,7 @@ struct Head {
     return KeyRows<double>(args, rows, batch, kv_head, sequence.first_k)(j);
   }
 
-  // Where the statistics of row i are.
+  // The index of row i's statistics.
   int64_t statistic(int64_t i) const { return lse_row(args, sequence, batch, head, i); }
 
   bool sees(int64_t i, int64_t j) const {
@@ -76,7 +76,7 @@ struct Head {
     return j >= range.first && j < range.last && (!is_masked(args) || allows(i, j));
   }
 
-  // By a mask.
+  // Whether the mask allows it.
   bool allows(int64_t i, int64_t j) const {
     if (!args.blocks.data) return mask_row(args, batch, head, i)[j];
     const int32_t block = block_row(args, batch, head, i)[j / args.block_k];
@@ -93,7 +93,7 @@ struct Head {
     }
   }
 
-  // Of a key that the query sees.
+  // The score of a key that the query sees.
   double score(int64_t i, int64_t j, ScoreDerivative<double>* derivative = nullptr) const {
     const double scaled =
         args.scale * dot(query_row(args.query, i), key_row(args.key, j), args.head_dim);

@@ -193,7 +193,7 @@ struct KeySet {
   }
 };
 
-// Those of [first, last).
+// The keys [first, last).
 inline KeySet key_interval(int64_t first, int64_t last) {
   KeySet keys;
 #pragma GCC unroll 2
@@ -205,7 +205,7 @@ inline KeySet key_interval(int64_t first, int64_t last) {
   return keys;
 }
 
-// Those of the first `count` of a mask's row that it allows. Unrolled, so that the words stay in
+// The keys that a mask's row allows among the first `count`. Unrolled, so that the words stay in
 // registers: written in parts and read as a whole, they would have to wait for memory.
 inline KeySet allowed_keys(const uint8_t* row, int64_t count) {
   KeySet keys;
@@ -219,7 +219,7 @@ inline KeySet allowed_keys(const uint8_t* row, int64_t count) {
   return keys;
 }
 
-// Of the `count` keys from `key` on, those that the mask allows a query.
+// The keys that the mask allows a query among the `count` keys from `key` on.
 inline KeySet allowed_keys(const Attention& args, int64_t batch, int64_t head, int64_t query,
                            int64_t key, int64_t count) {
   if (!args.blocks.data) return allowed_keys(mask_row(args, batch, head, query) + key, count);
@@ -239,8 +239,8 @@ inline KeySet allowed_keys(const Attention& args, int64_t batch, int64_t head, i
   return keys;
 }
 
-// What all blocks of these queries and keys let through, kNoKeys or kAllKeys; kFirstTile where
-// they differ, where one has a tile, and of a mask without blocks.
+// The number that all blocks of these queries and keys have, kNoKeys or kAllKeys; kFirstTile if
+// they differ, if one has a tile, or if the mask has no blocks.
 inline int32_t common_block(const Attention& args, int64_t batch, int64_t head, int64_t query,
                             int64_t queries, int64_t key, int64_t count) {
   if (!args.blocks.data) return kFirstTile;
@@ -257,14 +257,14 @@ inline int32_t common_block(const Attention& args, int64_t batch, int64_t head, 
   return common;
 }
 
-// What a mask makes of some queries and keys.
+// The effect of a mask on some queries and keys.
 struct MaskedKeys {
   KeySet seen;   // keys that any of the queries sees, by the mask and by position
   bool forbids;  // whether the mask takes a key from a query
 };
 
-// Of `queries` queries from `query` on and the `count` keys from `key` on. each(i, keys) takes
-// those that the mask allows query i of them; where it forbids none or all, it need not be called.
+// For `queries` queries from `query` on and the `count` keys from `key` on. each(i, keys) gets the
+// keys that the mask allows query i of them; if it forbids none or all, it may not be called.
 template <class Each>
 MaskedKeys read_mask(const Attention& args, const Sequence& sequence, int64_t batch, int64_t head,
                      int64_t query, int64_t queries, int64_t key, int64_t count, Each&& each) {
@@ -410,7 +410,7 @@ class KeysInLanes {
 
 // ---- dropout ------------------------------------------------------------------------------------
 
-// Which scores dropout drops. Of no dropout nothing may be asked but whether it is.
+// Which scores dropout drops. Without dropout the scale is 1, and nothing may be drawn.
 class ScoreDropout {
  public:
   explicit ScoreDropout(const Attention& args) : args_(args), drops_(args.seed != nullptr) {
@@ -487,8 +487,7 @@ inline float join_sink(float sink, float& maximum, float& sum) {
   return scale;
 }
 
-// ---- gradients of numbers that each head has: slopes and sinks
-// ------------------------------------
+// ---- gradients of slopes and sinks, which each head has -----------------------------------------
 
 struct HeadGradients {
   double slope;
