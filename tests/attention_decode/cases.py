@@ -28,6 +28,7 @@ from tests.attention.cases import (
     takes_at_most,
     within_window,
 )
+from tests.attention.tensor_cores import lse_in_float32
 
 __all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32", "pairwise"]
 
@@ -300,7 +301,7 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
         if "rotary_cos" in t and case.batch:
             after["query"] = rotated_query(case, t)
     if case.dtype is not F32:
-        results["lse"] = attention_cases.lse_in_float32(lambda: definition(case, after, F32))
+        results["lse"] = lse_in_float32(lambda: definition(case, after, F32))
     return results | stock(case, after)
 
 
