@@ -95,6 +95,7 @@ def build(python: str, options: argparse.Namespace) -> Path:
         command = [python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-deps", "--wheel-dir", raw]
         run(command + [f"--config-settings={text}" for text in settings], env=environment)
         command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", repaired]
+        command += ["--strip", "--zip-compression-level", "9"]
         command += [f"--exclude=libtorch_{name}.so" for name in ("cpu", "cuda")]
         run([*command, *raw.glob("*.whl")], env=environment)
         (wheel,) = repaired.glob("*.whl")
