@@ -55,6 +55,22 @@ def test_not_finite_elements(dtype, activation):
 
 @everywhere
 @activations
+def test_every_bfloat16(activation):
+    """NaNs of every payload stay NaNs, and no number below 1e9 becomes one: beyond, derivatives
+    overflow."""
+    numbers = torch.arange(-32768, 32768).to(torch.int16).view(BF16)
+    numbers = numbers[~(numbers.abs() > 1e9)]
+    ones = torch.ones_like(numbers)
+    for factors in ([numbers, ones], [ones, numbers]):
+        case = Case(factors, ones, activation)
+        expected = results(case.torchs, case, double=True)
+        for name, tensor in results(case.ours, case).items():
+            wrong = tensor.isnan() != expected[name].isnan()
+            assert not wrong.any(), (name, numbers[wrong])
+
+
+@everywhere
+@activations
 @dtypes
 def test_gates_of_every_size(dtype, activation):
     """From gates that overflow float32's exp to gates whose activation is 0."""

@@ -92,6 +92,24 @@ def test_odd_sizes(executor, rows, cols, form, dtype):
     check(*(make(rows, cols, dtype, form=form, seed=seed) for seed in range(draws)))
 
 
+@dtypes
+@forms
+@pytest.mark.parametrize("cols", [4096, 4100, 4093])
+def test_outputs_larger_than_the_caches(cols, form, dtype):
+    """From 16 MiB on they are stored past the caches, where tiles begin at a multiple of a vector:
+    the same bits as those of a few rows."""
+    rows = (16 << 20) // cols // dtype.itemsize + 1
+    few = make((97,), cols, dtype, form=form)
+    case = make((1,), cols, dtype, form=form)
+    repeats = rows // 97 + 1
+    case.factors = [factor.repeat(repeats, 1) for factor in few.factors]
+    case.doutput = few.doutput.repeat(repeats, 1)
+    expected = results(few.ours, few)
+    for name, found in results(case.ours, case).items():
+        found = found.view(repeats, 97, -1)
+        assert torch.equal(found, expected[name].expand_as(found)), name
+
+
 @everywhere
 @forms
 @pytest.mark.parametrize("size, cols", [((0,), 8), ((3, 0), 8), ((3,), 0), ((0,), 0)], ids=str)
