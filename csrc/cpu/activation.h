@@ -30,7 +30,13 @@ ONEPASS_INLINE Vec<float> minus_absolute(Vec<float> x) {
 ONEPASS_INLINE Gate<float> sigmoid(Vec<float> x) {
   const Vec<float> e = exp(minus_absolute(x));
   const Vec<float> ratio = broadcast<float>(1.0f) / (broadcast<float>(1.0f) + e);
-  return {x < Vec<float>{} ? e * ratio : ratio, e * ratio * ratio};
+  const Vec<float> slope = e * ratio * ratio;
+  if constexpr (kChoosesByMask) return {x < Vec<float>{} ? e * ratio : ratio, slope};
+  // 1, or e where x is negative, by the sign bit and the larger of 0 or 1 and e, which is at
+  // most 1.
+  const WordBits not_negative = ~(WordBits)((SignedWords)x >> 31);
+  const Vec<float> least = (Vec<float>)((WordBits)broadcast<float>(1.0f) & not_negative);
+  return {larger(least, e) * ratio, slope};
 }
 
 // The function of the normal distribution: exp(-x^2 / 2) t p(t) for x < 0, where t is

@@ -42,7 +42,7 @@ ONEPASS_INLINE Vec<float> exp_tail(Vec<float> r) {
 ONEPASS_INLINE Vec<float> exp(Vec<float> x) {
   // exp(-104) rounds to 0.
   const Vec<float> least = broadcast<float>(kScalesToSubnormals ? -104.0f : -87.0f);
-  const Vec<float> clamped = x < least ? least : x;
+  const Vec<float> clamped = larger(least, x);
   const Vec<float> n = whole_logarithm(clamped);
   // ln 2 as float32 alone: it is off by 2e-9, and where n is large the result is small.
   const Vec<float> r = fma<float>(n, broadcast<float>(-0.693147180559945309f), clamped);

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <array>
 
-#include "cpu/vec.h"
+#include "cpu/vec_two.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -48,6 +48,21 @@ ONEPASS_INLINE std::array<A, kSums> sum_columns(int64_t cols, Accumulate&& accum
   total0.add(total2);
   std::array<A, kSums> sums;
   for (int s = 0; s < kSums; ++s) sums[s] = sum_of_lanes<A>(total0.sum[s]);
+  return sums;
+}
+
+// Sums over [0, count), two vectors at a time: two(sum, element) adds both, one(sum, element,
+// lanes) one of the rest. The order depends on count alone.
+template <class A, int kSums, class Both, class One>
+ONEPASS_INLINE std::array<A, kSums> sum_twos(int64_t count, Both&& two, One&& one) {
+  const int64_t end = count - count % (2 * kLanes<A>);
+  auto sums =
+      sum_columns<A, kSums>(end / 2, [&](Vec<A>* sum, int64_t j, auto)
+                                         __attribute__((always_inline)) { two(sum, 2 * j); });
+  const auto rest = sum_columns<A, kSums>(
+      count - end, [&](Vec<A>* sum, int64_t j, auto lanes)
+                       __attribute__((always_inline)) { one(sum, end + j, lanes); });
+  for (int s = 0; s < kSums; ++s) sums[s] += rest[s];
   return sums;
 }
 

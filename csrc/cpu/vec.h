@@ -123,6 +123,25 @@ ONEPASS_INLINE Vec<float> clamp(Vec<float> x, Vec<float> lower, Vec<float> upper
 #endif
 }
 
+// The larger of two by one instruction; b where either is NaN.
+ONEPASS_INLINE Vec<float> larger(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Whether a choice between two vectors by a comparison costs the comparison alone. Elsewhere it is
+// up to three instructions more.
+#if defined(__AVX512F__)
+inline constexpr bool kChoosesByMask = true;
+#else
+inline constexpr bool kChoosesByMask = false;
+#endif
+
 // Keeps a value in a register: otherwise g++ loads it again for every use, and loads limit the
 // products of tiles.
 template <class V>

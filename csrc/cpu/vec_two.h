@@ -20,6 +20,10 @@ struct Two {
   Vec<A> second;
 };
 
+// Whether elements of both types are in the same order.
+template <class T, class U>
+inline constexpr bool kSameOrder = __is_same(T, BFloat16) == __is_same(U, BFloat16);
+
 // Prefetches as many elements kPrefetchBytes further on if kAhead.
 template <bool kAhead, class A, class T>
 ONEPASS_INLINE Two<A> load_two(const T* p) {
@@ -35,15 +39,16 @@ ONEPASS_INLINE Two<A> load_two(const T* p) {
   }
 }
 
-// Rounded to bfloat16, even-numbered elements in the low halves. The low half of a NaN must be 0,
-// as it is if all operands come from bfloat16: otherwise the carry makes another number of it.
+// Rounded to bfloat16, even-numbered elements in the low halves. NaNs must be quiet, as results of
+// arithmetic are.
 ONEPASS_INLINE WordBits round_two(const Two<float>& v) {
 #if defined(__AVX512BF16__)
   return pairs_of(v.first, v.second);
 #else
   const auto rounded = [](Vec<float> x) {
     const WordBits bits = (WordBits)x;
-    return bits + 0x7fffu + ((bits >> 16) & 1u);
+    // The carry would make another number of a NaN.
+    return x == x ? bits + (0x7fffu + ((bits >> 16) & 1u)) : bits;
   };
   return blend_halves(rounded(v.first) >> 16, rounded(v.second));
 #endif
@@ -76,7 +81,7 @@ ONEPASS_INLINE void fence_streams() {
 #endif
 }
 
-// 2 kLanes elements. Of bfloat16, NaNs as in round_two. Past the caches if kStream, with p a
+// 2 kLanes elements. Of bfloat16, NaNs must be quiet. Past the caches if kStream, with p a
 // multiple of kVectorBytes.
 template <bool kStream, class A, class T>
 ONEPASS_INLINE void store_two(T* p, const Two<A>& v) {

@@ -15,7 +15,12 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// {sum of dz, sum of dz * h} of a channel's part; dz goes to `kept` unless that is null.
+// Channels first, 16-bit elements are read and written two vectors at a time.
+template <class D, class X>
+inline constexpr bool kTwo = __is_same(D, X) && sizeof(X) == 2;
+
+// {sum of dz, sum of dz * h} of a channel's part; dz goes to `kept` unless that is null, two
+// vectors at a time in the order of x.
 template <class A, class D, class X, bool kSilu>
 std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t count,
                                const Channel<A>& channel, A* kept) {
@@ -23,20 +28,32 @@ std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t cou
   const X* x = static_cast<const X*>(x_);
   const Vec<A> mean = broadcast<A>(channel.mean), rstd = broadcast<A>(channel.rstd);
   const Vec<A> weight = broadcast<A>(channel.weight), bias = broadcast<A>(channel.bias);
-  return sum_columns<A, 2>(count, [&](Vec<A>* sum, int64_t j, auto lanes) {
+  // Adds to the sums; returns dz.
+  const auto add = [&](Vec<A>* sum, Vec<A> d, Vec<A> v) __attribute__((always_inline)) {
+    const Vec<A> h = (v - mean) * rstd;
+    if constexpr (kSilu) d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
+    sum[0] += d;
+    sum[1] = fma<A>(d, h, sum[1]);
+    return d;
+  };
+  const auto one = [&](Vec<A>* sum, int64_t j, auto lanes) __attribute__((always_inline)) {
     if constexpr (decltype(lanes)::kWhole) {
       prefetch_ahead(x + j);
       prefetch_ahead(doutput + j);
     }
-    const Vec<A> h = (load<A>(x + j, lanes) - mean) * rstd;
-    Vec<A> d = load<A>(doutput + j, lanes);
-    if constexpr (kSilu) {
-      d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
-      if (kept) store<A>(kept + j, d, lanes);
-    }
-    sum[0] += d;
-    sum[1] = fma<A>(d, h, sum[1]);
-  });
+    const Vec<A> d = add(sum, load<A>(doutput + j, lanes), load<A>(x + j, lanes));
+    if (kSilu && kept) store<A>(kept + j, d, lanes);
+  };
+  if constexpr (!kTwo<D, X>) {
+    return sum_columns<A, 2>(count, one);
+  } else {
+    const auto two = [&](Vec<A>* sum, int64_t j) __attribute__((always_inline)) {
+      const Two<A> d = load_two<true, A>(doutput + j), v = load_two<true, A>(x + j);
+      const Two<A> dz = {add(sum, d.first, v.first), add(sum, d.second, v.second)};
+      if (kSilu && kept) store_two<false, A>(kept + j, dz);
+    };
+    return sum_twos<A, 2>(count, two, one);
+  }
 }
 
 // The same sums for each channel, in two rows of `total`; `kept` (pixels, channels).
@@ -86,7 +103,8 @@ ONEPASS_INLINE Vec<A> gradient_of(Vec<A> d, Vec<A> x, Vec<A> mean, Vec<A> rstd, 
   return fma<A>(-h, mean_gh, fma<A>(d, weight, -mean_g)) * rstd;
 }
 
-template <class A, class D, class X, bool kSilu>
+// kInTwos: two vectors of doutput at a time have the order of x.
+template <class A, class D, class X, bool kSilu, bool kInTwos>
 void run_dinput(const void* doutput_, const void* x_, void* dx_, int64_t count,
                 const Channel<A>& channel) {
   const D* doutput = static_cast<const D*>(doutput_);
@@ -95,12 +113,23 @@ void run_dinput(const void* doutput_, const void* x_, void* dx_, int64_t count,
   const Vec<A> mean = broadcast<A>(channel.mean), rstd = broadcast<A>(channel.rstd);
   const Vec<A> weight = broadcast<A>(channel.weight), bias = broadcast<A>(channel.bias);
   const Vec<A> mean_g = broadcast<A>(channel.mean_g), mean_gh = broadcast<A>(channel.mean_gh);
-  for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
-    const Vec<A> gradient =
-        gradient_of<A, kSilu>(load<A>(doutput + j, lanes), load<A>(x + j, lanes), mean, rstd,
-                              weight, bias, mean_g, mean_gh);
-    store<A>(dx + j, gradient, lanes);
-  });
+  const auto gradient = [&](Vec<A> d, Vec<A> v) __attribute__((always_inline)) {
+    return gradient_of<A, kSilu>(d, v, mean, rstd, weight, bias, mean_g, mean_gh);
+  };
+  const auto one = [&](int64_t j, auto lanes) {
+    store<A>(dx + j, gradient(load<A>(doutput + j, lanes), load<A>(x + j, lanes)), lanes);
+  };
+  if constexpr (kInTwos) {
+    for_each_two<A>(
+        count,
+        [&](int64_t j) {
+          const Two<A> d = load_two<false, A>(doutput + j), v = load_two<false, A>(x + j);
+          store_two<false, A>(dx + j, {gradient(d.first, v.first), gradient(d.second, v.second)});
+        },
+        one);
+  } else {
+    for_each_vector<A>(0, count, one);
+  }
 }
 
 template <class A, class D, class X, bool kSilu>
@@ -133,7 +162,7 @@ template <class A>
 struct BackwardKernels {
   decltype(&run_gradients<A, A, A, true>) run_gradients;
   decltype(&pixel_gradients<A, A, A, true>) pixel_gradients;
-  decltype(&run_dinput<A, A, A, true>) run_dinput;
+  decltype(&run_dinput<A, A, A, true, false>) run_dinput;
   decltype(&pixel_dinput<A, A, A, true>) pixel_dinput;
   // This one reads dz instead of doutput.
   decltype(run_dinput) run_dinput_of_kept;
@@ -142,12 +171,12 @@ struct BackwardKernels {
   explicit BackwardKernels(const GroupNormBackward& args) {
     visit_numbers<A>(args.doutput_dtype, [&]<class D>() {
       visit_numbers<A>(args.input_dtype, [&]<class X>() {
-        this->run_dinput_of_kept = cpu::run_dinput<A, A, X, false>;
+        this->run_dinput_of_kept = cpu::run_dinput<A, A, X, false, kTwo<D, X>>;
         this->pixel_dinput_of_kept = cpu::pixel_dinput<A, A, X, false>;
         visit_bool(has_silu(args), [&]<bool kSilu>() {
           this->run_gradients = cpu::run_gradients<A, D, X, kSilu>;
           this->pixel_gradients = cpu::pixel_gradients<A, D, X, kSilu>;
-          this->run_dinput = cpu::run_dinput<A, D, X, kSilu>;
+          this->run_dinput = cpu::run_dinput<A, D, X, kSilu, kTwo<D, X>>;
           this->pixel_dinput = cpu::pixel_dinput<A, D, X, kSilu>;
         });
       });

@@ -51,13 +51,26 @@ Moments run_moments(const void* run, int64_t count) {
   const double n = static_cast<double>(count);
   for (bool again = false;; again = true) {
     const Vec<A> from = broadcast<A>(centre);
-    const auto [deviation, squares] =
-        sum_columns<A, 2>(count, [&](Vec<A>* sum, int64_t j, auto lanes) {
-          if constexpr (decltype(lanes)::kWhole) prefetch_ahead(x + j);
-          const Vec<A> d = keep_lanes<A>(load<A>(x + j, lanes) - from, lanes);
-          sum[0] += d;
-          sum[1] = fma<A>(d, d, sum[1]);
-        });
+    const auto add = [&](Vec<A>* sum, Vec<A> d) __attribute__((always_inline)) {
+      sum[0] += d;
+      sum[1] = fma<A>(d, d, sum[1]);
+    };
+    const auto one = [&](Vec<A>* sum, int64_t j, auto lanes) __attribute__((always_inline)) {
+      if constexpr (decltype(lanes)::kWhole) prefetch_ahead(x + j);
+      add(sum, keep_lanes<A>(load<A>(x + j, lanes) - from, lanes));
+    };
+    const auto two = [&](Vec<A>* sum, int64_t j) __attribute__((always_inline)) {
+      const Two<A> v = load_two<true, A>(x + j);
+      add(sum, v.first - from);
+      add(sum, v.second - from);
+    };
+    const auto [deviation, squares] = [&] {
+      if constexpr (sizeof(X) == 2) {
+        return sum_twos<A, 2>(count, two, one);
+      } else {
+        return sum_columns<A, 2>(count, one);
+      }
+    }();
     const double off = deviation / n;
     if (again || !(off * off > 0.25 * (squares / n - off * off))) {
       return {n, centre, deviation, squares};
@@ -122,10 +135,28 @@ void run_output(const void* x_, void* y_, int64_t count, const Channel<A>& chann
   Y* y = static_cast<Y*>(y_);
   const Vec<A> mean = broadcast<A>(channel.mean), bias = broadcast<A>(channel.bias);
   const Vec<A> scale = broadcast<A>(channel.rstd * channel.weight);
-  for_each_vector<A>(0, count, [&](int64_t j, auto lanes) {
+  const auto output = [&](Vec<A> v) __attribute__((always_inline)) {
+    return output_of<A, kSilu>(v, mean, scale, bias);
+  };
+  const auto one = [&](int64_t j, auto lanes) {
     if (ahead > 0) __builtin_prefetch(x + j + ahead, 0, 2);
-    store<A>(y + j, output_of<A, kSilu>(load<A>(x + j, lanes), mean, scale, bias), lanes);
-  });
+    store<A>(y + j, output(load<A>(x + j, lanes)), lanes);
+  };
+  if constexpr (kSameOrder<X, Y>) {
+    for_each_two<A>(
+        count,
+        [&](int64_t j) {
+          if (ahead > 0) {
+            __builtin_prefetch(x + j + ahead, 0, 2);
+            if constexpr (sizeof(X) == 4) __builtin_prefetch(x + j + kLanes<A> + ahead, 0, 2);
+          }
+          const Two<A> v = load_two<false, A>(x + j);
+          store_two<false, A>(y + j, {output(v.first), output(v.second)});
+        },
+        one);
+  } else {
+    for_each_vector<A>(0, count, one);
+  }
 }
 
 template <class A, class X, class Y, bool kSilu>

@@ -51,6 +51,10 @@ void norm_backward_sums_kernel(BackwardRows<A>& rows, int row_count) {
     // scalar: g = doutput[j] * weight[j]; sum_gh += g * (x[j] - mean); sum_g += g
     const auto sums =
         sum_columns<A, kRms ? 1 : 2>(rows.cols, [&](Vec<A>* sum, int64_t j, auto count) {
+          if constexpr (decltype(count)::kWhole) {
+            prefetch_ahead(doutput + j);
+            prefetch_ahead(x + j);
+          }
           const Vec<A> g = load<A>(doutput + j, count) * load<A>(rows.weight + j, count);
           const Vec<A> v = load<A>(x + j, count);
           sum[0] = fma<A>(g, kRms ? v : v - mean, sum[0]);
