@@ -1,5 +1,5 @@
 """Cases of the linear family against torch's own products: forward, GELU after it, the gradient
-of the input, and those of weight and bias in one call.
+of GELU, which is a pass of its own, that of the input, and those of weight and bias in one call.
 
 Products are bound by arithmetic, so their ceiling is that of multiply-adds on all threads
 (bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
+from onepass._ops.linear import Activation
 from onepass.bench.case import Case, Operator
 from onepass.reference import linear as reference
 
@@ -27,9 +28,11 @@ SHAPES = (
 )  # fmt: skip
 LARGE = (1024, 768, 50257)  # GPT-2's logits
 FEW_ROWS = ((1, 2048, 8192), (8, 2048, 8192), (8, 384, 1536))
+# The weight stays in L2: what arithmetic alone allows, to be compared with a read of memory.
+FEW_ROWS_CACHED = ((1, 2048, 256), (8, 2048, 256))
 SMALL = (4, 8, 8)  # the overhead of a call
 QUICK = (24, 96, 80)
-OF_MANY_ROWS = ("forward", "forward+gelu", "dinput", "dweight+dbias")
+OF_MANY_ROWS = ("forward", "forward+gelu", "dgelu", "dinput", "dweight+dbias")
 OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLOW_IN_TORCH = 1 << 28  # multiply-adds that take torch's own loops a second
@@ -62,6 +65,15 @@ def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
 
 def _torchs_gelu(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return (F.gelu(F.linear(x, w, b)),)
+
+
+def _own_dgelu(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    gelu = int(Activation.GELU)
+    return (torch.ops.onepass.linear_epilogue_backward(g, h, None, 0.0, gelu, g.dtype),)
+
+
+def _torchs_dgelu(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.aten.gelu_backward(g, h),)
 
 
 def _dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -98,6 +110,10 @@ PHASES = {
         ),
         lambda m, k, n: ((m, k), (k, n), (n,)),
     ),
+    "dgelu": (  # its memory: doutput and preactivation read, the gradient written
+        Operator(_own_dgelu, _torchs_dgelu, _torchs_dgelu, _torchs_dgelu),
+        lambda m, k, n: ((m, n), (m, n)),
+    ),
     "dinput": (
         Operator(_own_dinput, _dinput, _dinput, _dinput, optional={"onednn": _onednn_dinput}),
         lambda m, k, n: ((m, n), (n, k)),
@@ -131,6 +147,8 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
                 yield from (_case(shape, dtype, phase) for phase in OF_MANY_ROWS)
         for shape in FEW_ROWS:
             yield from (_case(shape, dtype, phase) for phase in OF_FEW_ROWS)
+        for shape in FEW_ROWS_CACHED:
+            yield _case(shape, dtype, "forward")
     yield from (_case(SMALL, torch.float32, phase) for phase in OF_MANY_ROWS)
     yield _case(SMALL, torch.float32, "forward", backward=True)
     for dtype in (torch.float32, torch.bfloat16):
@@ -144,16 +162,18 @@ def _case(
     operator, sizes_of = PHASES[phase]
     if backward:
         operator = replace(operator, optional={})  # oneDNN's has no gradient
-    few = shape in FEW_ROWS
+    few = shape in FEW_ROWS + FEW_ROWS_CACHED
+    elementwise = phase == "dgelu"
+    multiplies = not (few or elementwise or shape == SMALL)
     return Case(
         f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}"
         f"{'+backward' if backward else ''}",
         operator,
         lambda: [torch.randn(s).to(dtype).requires_grad_(backward) for s in sizes_of(*shape)],
         backward=backward,
-        tensors=None,
-        cold=few,
+        tensors=3 if elementwise and shape != SMALL else None,
+        cold=shape in FEW_ROWS,
         reads=in_features * out_features * dtype.itemsize if few else None,
-        flops=None if few or shape == SMALL else 2 * rows * in_features * out_features,
+        flops=2 * rows * in_features * out_features if multiplies else None,
         dots=dtype is torch.bfloat16,
     )
