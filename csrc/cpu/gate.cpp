@@ -99,10 +99,11 @@ Kernel kernel_for(const Args& args, DType dtype) {
   Kernel kernel = nullptr;
   visit_activation(args.activation, [&]<Activation kActivation>() {
     visit_dtype(dtype, [&]<class T>() {
+      constexpr bool kPast = kStream && sizeof(T) <= 4;  // not float64
       if constexpr (std::is_same_v<Kernel, ForwardKernel>) {
-        kernel = gate_forward_kernel < T, kActivation, kStream && sizeof(T) <= 4 > ;
+        kernel = gate_forward_kernel<T, kActivation, kPast>;
       } else {
-        kernel = gate_backward_kernel < T, kActivation, kStream && sizeof(T) <= 4 > ;
+        kernel = gate_backward_kernel<T, kActivation, kPast>;
       }
     });
   });
