@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from onepass._ops import linear_loss, loss
 from onepass._ops.rotary import rotary
+from onepass.distributed import losses
 from onepass.distributed.tensors import Layout, Names, Parts
 
 Given = dict[str, object]
@@ -253,23 +254,39 @@ def _attention_decode(given: Given) -> Layout:
 _NONE, _MEAN, _SUM = (loss.REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
 
-def _loss(entry: Callable) -> Callable[[Given], Layout]:
-    """By rows. Their losses and weights are summed up over processes together: one number each."""
+def _loss(entry: Callable, of_classes: Callable) -> Callable[[Given], Layout]:
+    """By rows or by classes. Losses and weights of rows are summed up over processes together: one
+    number each. `of_classes` computes losses of rows whose classes are split."""
 
     def rule(given: Given) -> Layout:
         input, reduction = given["input"], given["reduction"]
         dtype = _loss_dtype(given)
         wide = torch.float64 if input.dtype is torch.float64 else torch.float32
         rows = ("rows",) if input.dim() == 2 else ()
-        inputs = {"input": rows, "target": rows}
-        choices = [("rows",)] if rows else []
-        if reduction == _NONE:
-            return Layout(inputs, (rows,), choices)
+        inputs = {"input": (*rows, "classes"), "target": rows}
+        if "linear_weight" in given:
+            inputs["input"] = rows
+            inputs |= {"linear_weight": ("classes",), "linear_bias": ("classes",)}
+        split: list[losses.Classes] = []
+
+        def localize(given: Given, parts: Parts) -> None:
+            if parts.count("classes") > 1:
+                begin, length = parts.begin("classes"), parts.lengths["classes"]
+                total, groups = parts.sizes["classes"], parts.groups["classes"]
+                split.append(losses.Classes(begin, length, total, groups))
 
         def compute(*args) -> Tensor:
             call = dict(zip(given, args, strict=True))
-            call |= {"reduction": _SUM, "out_dtype": wide}
-            total = entry(*call.values())
+            if split:
+                of_rows = of_classes(call, split[0])
+                if reduction == _NONE:
+                    return of_rows.reshape(call["target"].shape).to(dtype)
+                total = linear_loss._sum_in_order(of_rows).to(wide)
+            elif reduction == _NONE:
+                return entry(*args)
+            else:
+                call |= {"reduction": _SUM, "out_dtype": wide}
+                total = entry(*call.values())
             return torch.stack([total, _weight_of(call).to(total)])
 
         def finish(sums: DTensor) -> DTensor:
@@ -278,10 +295,39 @@ def _loss(entry: Callable) -> Callable[[Given], Layout]:
             result = (total / weight if reduction == _MEAN else total).to(dtype)
             return DTensor.from_local(result, sums.device_mesh, whole, run_check=False)
 
-        summed = frozenset({"rows"})
-        return Layout(inputs, ((None,),), choices, summed=summed, compute=compute, finish=finish)
+        return Layout(
+            inputs,
+            (rows,) if reduction == _NONE else ((None,),),
+            [*_choices(rows), ("classes",)],
+            summed=frozenset() if reduction == _NONE else frozenset({"rows"}),
+            localize=localize,
+            compute=compute,
+            finish=None if reduction == _NONE else finish,
+        )
 
     return rule
+
+
+def _options(call: Mapping[str, object]) -> losses.Options:
+    names = ("ignore_index", "label_smoothing", "softcap", "z_loss")
+    return losses.Options(*(call[name] for name in names))
+
+
+def _of_logits(call: Mapping[str, object], classes: losses.Classes) -> Tensor:
+    """Losses of rows."""
+    input, target = call["input"], call["target"].reshape(-1)
+    input = input.reshape(target.shape[0], input.shape[-1])
+    options = (_options(call), call["inplace"])
+    return losses.cross_entropy(input, target, call["weight"], classes, *options)
+
+
+def _of_product(call: Mapping[str, object], classes: losses.Classes) -> Tensor:
+    input, target = call["input"], call["target"].reshape(-1)
+    input = input.reshape(target.shape[0], input.shape[-1])
+    layer = (call["linear_weight"], call["linear_bias"])
+    casts = (call["cast"], call["cast_weight"])
+    weight, options = call["weight"], _options(call)
+    return losses.linear_cross_entropy(input, *layer, target, weight, classes, options, casts)
 
 
 def _loss_dtype(given: Given) -> torch.dtype:
@@ -306,12 +352,12 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "add_scaled": _elementwise,
     "attention": _attention,
     "attention_decode": _attention_decode,
-    "cross_entropy": _loss(loss.cross_entropy),
+    "cross_entropy": _loss(loss.cross_entropy, _of_logits),
     "dropout": _elementwise,
     "gated_activation": _gate,
     "group_norm": _group_norm,
     "linear": _linear,
-    "linear_cross_entropy": _loss(linear_loss.linear_cross_entropy),
+    "linear_cross_entropy": _loss(linear_loss.linear_cross_entropy, _of_product),
     "linear_epilogue": _linear_epilogue,
     "modulated_norm": _modulated_norm,
     "norm": _norm,

@@ -71,9 +71,12 @@ class Parts:
     counts: dict[str, int] = field(default_factory=dict)  # how many parts there are
     begins: dict[str, int] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, list[tuple[DeviceMesh, int]]] = field(default_factory=dict)
 
-    def split(self, name: str, count: int, index: int) -> None:
-        """One mesh dimension more, of `count` processes, of which this one is `index`."""
+    def split(self, name: str, mesh: DeviceMesh, mesh_dim: int) -> None:
+        """Along one dimension of the mesh more."""
+        count, index = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+        self.groups.setdefault(name, []).append((mesh, mesh_dim))
         length = self.lengths.get(name, self.sizes[name])
         begin = min(index * -(-length // count), length)
         end = min(begin + -(-length // count), length)
@@ -206,7 +209,7 @@ def _chosen(
             )
         choice = open_choices[costs.index(least)]
         for name in choice:
-            parts.split(name, count, mesh.get_local_rank(mesh_dim))
+            parts.split(name, mesh, mesh_dim)
         chosen.append(choice)
     return chosen
 
