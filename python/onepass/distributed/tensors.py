@@ -30,6 +30,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from onepass._imported import is_async
 from onepass._ops.random import adjusted
 
 Names = tuple[str | None, ...]  # of a tensor's dimensions; None: never split
@@ -272,7 +273,19 @@ def _local(tensor: Tensor, names: Names, mesh: DeviceMesh, chosen: list[Choice])
         for choice, placement in zip(chosen, wanted, strict=True)
     ]
     local = tensor.to_local(grad_placements=gradients)
-    return local.wait() if hasattr(local, "wait") else local  # of a collective on its way
+    return _Waited.apply(local) if is_async(local) else local
+
+
+class _Waited(torch.autograd.Function):
+    """The result of a collective on its way; its own `wait` would lose the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.wait().detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 def _wrapped(
