@@ -31,9 +31,8 @@ def draw_seed(device: torch.device) -> Tensor:
     if not compiling and device == _CPU and not _are_modes_active():
         _drawn.before = torch.default_generator.get_state()
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
-    if not compiling and (adjust := getattr(_drawn, "adjust", None)) is not None:
-        return adjust(seed)
-    return seed
+    adjust = getattr(_drawn, "adjust", None)
+    return seed if adjust is None else adjust(seed)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -322,5 +323,10 @@ def _of_part(mesh: DeviceMesh, chosen: list[Choice], seed: Tensor) -> Tensor:
         if choice:
             part = part * mesh.size(mesh_dim) + mesh.get_local_rank(mesh_dim)
         elif mesh.size(mesh_dim) > 1:
-            dist.broadcast(seed, group=mesh.get_group(mesh_dim), group_src=0)
+            group = mesh.get_group(mesh_dim)
+            if torch.compiler.is_compiling():
+                of_first = collectives.broadcast(seed, dist.get_global_rank(group, 0), group)
+                seed = collectives.wait_tensor(of_first)
+            else:
+                dist.broadcast(seed, group=group, group_src=0)
     return seed + torch.tensor([0, part], device=seed.device) if part else seed
