@@ -246,6 +246,18 @@ CASES = {
         [{"x": S0}],
         {"all_reduce": 1},
     ),
+    "cross_entropy of classes in parts": Case(
+        {"x": (8, 8)},
+        lambda x: functional.cross_entropy(x, TARGET, label_smoothing=0.1),
+        [{"x": S1}],
+        {"all_reduce": 2},
+    ),
+    "linear_cross_entropy of classes in parts": Case(
+        {"x": (8, 6), "w": (8, 6), "b": (8,)},
+        lambda x, w, b: functional.linear_cross_entropy(x, w, TARGET, linear_bias=b, softcap=4.0),
+        [{"w": S0, "b": S0}],
+        {"all_reduce": 2},
+    ),
     "linear_cross_entropy": Case(
         {"x": (8, 6), "w": (8, 6), "b": (8,)},
         lambda x, w, b: functional.linear_cross_entropy(x, w, TARGET, linear_bias=b, softcap=4.0),

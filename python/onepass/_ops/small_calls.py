@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from onepass import _C
 from onepass._compiling import constant_where_traced
+from onepass._imported import is_dtensor
 from onepass._ops import dispatch_log, linear_loss, products, tracing
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -257,7 +258,12 @@ def rotary_is_small(inputs: list[Tensor], dtype: torch.dtype) -> bool:
 
 
 def loss_is_small(input: Tensor) -> bool:
-    """Whether torch's own cross entropy takes less time on these logits; logged."""
+    """Whether torch's own cross entropy takes less time on these logits; logged.
+
+    Not on DTensors, on which each of its operators is dispatched in Python.
+    """
+    if is_dtensor(input):
+        return False
     bound = _least(LEAST_LOSS, input, torch.is_grad_enabled())
     if not bound or input.numel() >= bound:
         return False

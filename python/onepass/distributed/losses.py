@@ -208,7 +208,10 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
         losses, _ = run(weight, 1.0)
     pieces.maximum.append(maximum)
     pieces.exponentials.append(factor.reciprocal())
-    pieces.at_target.append(logits.gather(1, rows.column)[:, 0].double())
+    at_target = logits.gather(1, rows.column)[:, 0].double()
+    pieces.at_target.append(at_target)
+    # The operator adds 0 times that logit.
+    losses = torch.where(at_target == -math.inf, rows.of_column * math.inf, losses)
     pieces.below.append(losses * count)
 
 

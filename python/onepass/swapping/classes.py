@@ -29,7 +29,7 @@ from onepass.functional._internal import (
 from onepass.functional.linear import _has_products as has_products
 from onepass.reference import gate as reference
 from onepass.swapping import rotary
-from onepass.swapping.inputs import has_kernels, is_local, is_plain
+from onepass.swapping.inputs import has_kernels, is_for_loss, is_local, is_plain
 from onepass.swapping.specs import (
     AdaptiveSpec,
     Call,
@@ -104,7 +104,7 @@ class CrossEntropyLossForward(Swapped):
     _onepass_to = {"loss": "onepass.nn.CrossEntropyLoss"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if is_local(input) and cross_entropy_gains(input, target, self.weight):
+        if is_for_loss(input) and cross_entropy_gains(input, target, self.weight):
             return onepass.nn.CrossEntropyLoss.forward(self, input, target)
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
@@ -330,7 +330,7 @@ def _cross_entropy(
     this name."""
     named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     arguments = (input, target, weight)
-    is_usual = size_average is None and reduce is None and is_local(input)
+    is_usual = size_average is None and reduce is None and is_for_loss(input)
     if not (is_usual and cross_entropy_gains(*arguments)):
         named |= dict(size_average=size_average, reduce=reduce)
         return F.cross_entropy(*arguments, **named)

@@ -40,6 +40,17 @@ def is_plain(input: Tensor) -> bool:
 
 
 def is_local(input: Tensor) -> bool:
-    """The same of functions that torch computes on DTensors in ways of its own: by ring attention
-    in `context_parallel`, over a vocabulary in parts in `loss_parallel`."""
+    """The same of functions that torch computes on DTensors in ways of its own, as attention in
+    `context_parallel`."""
     return is_plain(input) and not is_dtensor(input)
+
+
+def is_for_loss(input: Tensor) -> bool:
+    """The same of logits: also of DTensors of which classes alone are split, whose loss all
+    processes then have, as torch's in `loss_parallel`."""
+    if not is_dtensor(input):
+        return is_plain(input)
+    classes = input.dim() - 1
+    split = [p.is_shard(classes) for p in input.placements]
+    kept = zip(input.placements, split, strict=True)
+    return any(split) and all(is_split or p.is_replicate() for p, is_split in kept)

@@ -1,0 +1,309 @@
+"""Losses whose classes are split between processes: one process's, and no logits are sent."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onepass
+from onepass import functional, numerics
+from onepass._ops.dispatch_log import record
+from onepass.reference import loss as reference
+from onepass.swapping.classes import with_redirected_loss
+from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.ranks import RankError, distributed, run
+
+pytestmark = distributed
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+ROWS, CLASSES = 8, 9  # parts of five and four classes
+TARGET = torch.tensor([0, 8, 4, 5, -100, 3, 8, 2])
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.25, 1.5, 0.0, 0.0, 0.0, 0.75])
+
+OPTIONS = {
+    "plain": {},
+    "label smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 4.0},
+    "z_loss": {"z_loss": 0.1},
+    "weights": {"weight": WEIGHT},
+    "an ignored class": {"ignore_index": 4},
+    "all": dict(weight=WEIGHT, label_smoothing=0.2, softcap=3.0, z_loss=0.05),
+}
+
+
+class Bytes(TorchDispatchMode):
+    """Of the tensors that go into collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "_c10d_functional" and not op.__name__.startswith(("wait", "_wrap")):
+            name = op.__name__.partition(".")[0]
+            self.sent[name] = self.sent.get(name, 0) + args[0].nbytes
+        return op(*args, **(kwargs or {}))
+
+
+def drawn(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def target_of(options):
+    """One without -100 where another class is ignored."""
+    return TARGET.where(TARGET >= 0, 4) if "ignore_index" in options else TARGET
+
+
+def upstream(loss):
+    return torch.arange(1.0, 1 + loss.numel()).reshape(loss.shape)
+
+
+def given(options, dtype):
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+
+
+def of_whole(tensors, call, dtype, options, **more):
+    """By torch's operators: the formula."""
+    more.pop("inplace_backward", None)
+    tensors = [t.to(dtype, copy=True).requires_grad_() for t in tensors]
+    loss = call(*tensors, target_of(options), **given(options, dtype), **more)
+    return loss.detach(), *torch.autograd.grad(loss, tensors, upstream(loss).to(loss.dtype))
+
+
+def spread(value, mesh, placements):
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, **more):
+    """`call(functions, *tensors, target, **options)` by the rule. Returns (gradients, bytes in
+    collectives)."""
+    ref = of_whole(tensors, partial(call, reference), torch.float64, options, **more)
+    base = of_whole(tensors, partial(call, reference), dtype, options, **more)
+    parts = [
+        spread(t.to(dtype), mesh, place).requires_grad_()
+        for t, place in zip(tensors, placements, strict=True)
+    ]
+    options = given(options, torch.float32)
+    with Bytes() as counted:
+        # Logits that may be overwritten are no leaves.
+        loss = call(functional, *(p * 1.0 for p in parts), target_of(options), **options, **more)
+        dloss = upstream(loss).to(loss.dtype)
+        dloss = spread(dloss, mesh, [R if p.is_partial() else p for p in loss.placements])
+        found = torch.autograd.grad(loss, parts, dloss)
+    for mine, right, stock in zip((loss, *found), ref, base, strict=True):
+        numerics.assert_close(whole(mine), right, stock, case=f"{options} {more}")
+    return found, counted.sent
+
+
+def of_logits(functions, *arguments, **options):
+    return functions.cross_entropy(*arguments, **options)
+
+
+def body_of_logits(names, reductions, dtype):
+    logits, mesh = drawn(ROWS, CLASSES, scale=3.0), mesh_of((2,))
+    for options in map(OPTIONS.get, names):
+        for reduction in reductions:
+            for inplace in (False, True):
+                more = {"reduction": reduction, "inplace_backward": inplace}
+                call = (of_logits, options, mesh, dtype)
+                (gradient,), sent = check_parts([logits], [[S1]], *call, **more)
+                assert gradient.placements == (S1,)
+                numbers = 4 if "label_smoothing" in options else 3
+                assert sent == {"all_reduce": numbers * ROWS * 4}, (options, sent)
+
+
+def test_options_of_a_loss():
+    run(2, body_of_logits, list(OPTIONS), ["mean", "none"], torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_losses_of_16_bits(dtype):
+    run(2, body_of_logits, ["plain", "all"], ["sum", "none"], dtype)
+
+
+def body_of_products(names, dtype):
+    hidden, weight, bias = drawn(600, 6), drawn(CLASSES, 6, seed=1), drawn(CLASSES, seed=2)
+    target = torch.cat([TARGET, drawn(592, seed=3).abs().mul(2).long()])
+    for name in names:
+        for reduction in ("mean", "none"):
+
+            def call(functions, h, w, b, _, reduction=reduction, **options):
+                if functions is reference:
+                    logits = F.linear(h, w, b)
+                    return reference.cross_entropy(logits, target, reduction=reduction, **options)
+                return functional.linear_cross_entropy(
+                    h, w, target, linear_bias=b, reduction=reduction, **options
+                )
+
+            tensors, places = [hidden, weight, bias], [[R], [S0], [S0]]
+            found, sent = check_parts(tensors, places, call, OPTIONS[name], mesh_of((2,)), dtype)
+            placements = [gradient.placements[0] for gradient in found]
+            assert placements == [Partial(), S0, S0]
+            numbers = 4 if "label_smoothing" in OPTIONS[name] else 3
+            assert sent == {"all_reduce": numbers * 600 * 4}, sent
+
+
+def test_products_with_a_part_of_the_classes():
+    """In three chunks of rows; the gradient of the rows is a sum of all processes' parts."""
+    run(2, body_of_products, ["plain", "all"], torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_16_bits(dtype):
+    run(2, body_of_products, ["plain"], dtype)
+
+
+def body_of_four():
+    """Rows and classes are split, or classes along both dimensions of the mesh."""
+    mesh, logits = mesh_of((2, 2)), drawn(ROWS, CLASSES, scale=3.0)
+    for places in ([S0, S1], [S1, S0], [S1, S1], [R, S1]):
+        for reduction in ("mean", "none"):
+            more = {"reduction": reduction}
+            call = (of_logits, OPTIONS["all"], mesh)
+            (gradient,), _ = check_parts([logits], [places], *call, **more)
+            assert list(gradient.placements) == places
+    # Fewer classes than processes: one has none.
+    narrow = drawn(ROWS, 3, scale=3.0)
+
+    def of_three(functions, x, _, **options):
+        return functions.cross_entropy(x, TARGET.clamp(max=2), label_smoothing=0.3, **options)
+
+    check_parts([narrow], [[S1]], of_three, {}, mesh_of((4,)))
+
+
+def test_four_processes():
+    run(4, body_of_four)
+
+
+def body_of_extremes():
+    mesh = mesh_of((2,))
+    logits = drawn(5, 6)
+    logits[0, :3] = -math.inf  # all that the first process has
+    logits[1, 4] = -math.inf
+    logits[2] = -math.inf
+    logits[3, 5] = math.nan
+    logits[4] = logits[4] * 1e4
+    target = torch.tensor([4, 4, 0, 0, 1])
+    for options in ({}, {"label_smoothing": 0.1}):
+        results = []
+        for x in (logits.clone(), spread(logits, mesh, [S1])):
+            x = x.requires_grad_()
+            loss = functional.cross_entropy(x, target, reduction="none", **options)
+            (gradient,) = torch.autograd.grad(loss.sum(), x)
+            results.append((whole(loss), whole(gradient)))
+        for mine, one in zip(*results, strict=True):
+            torch.testing.assert_close(mine, one, equal_nan=True)
+    # All rows are ignored; no rows.
+    x = spread(logits, mesh, [S1])
+    assert functional.cross_entropy(x, torch.full((5,), -100)).to_local().isnan()
+    empty = spread(logits[:0], mesh, [S1]).requires_grad_()
+    functional.cross_entropy(empty, target[:0], reduction="sum").backward()
+    assert empty.grad.shape == (0, 6)
+
+
+def test_extremes():
+    run(2, body_of_extremes)
+
+
+class Model(nn.Module):
+    """Its head is parallel over the vocabulary; it calls F.cross_entropy."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(24, 16), nn.LayerNorm(16)
+        self.head, self.loss = nn.Linear(16, 24), nn.CrossEntropyLoss(ignore_index=3)
+
+    def forward(self, tokens, target):
+        logits = self.head(self.norm(self.embedding(tokens))).flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten()) + self.loss(logits, target.flatten())
+
+
+def trained(model, steps=4):
+    tokens = torch.randint(24, (4, 9), generator=torch.Generator().manual_seed(1))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(whole(loss))
+    return torch.stack(losses), [whole(p) for p in model.parameters()]
+
+
+def body_of_models():
+    results, mesh = [], mesh_of((2,))
+    for dtype, swapped, split in (
+        (torch.float64, False, False),
+        (torch.float32, False, False),
+        (torch.float32, False, True),
+        (torch.float32, True, True),
+    ):
+        torch.manual_seed(2)
+        model = Model().to(dtype)
+        if swapped:
+            found = onepass.swap(model, kinds=["loss"], probe=False).swapped
+            assert [entry["name"] for entry in found] == ["loss"], found
+            # Of F.cross_entropy: what a swapped model's forward calls in its place.
+            model.forward = lambda *a, own=model.forward: with_redirected_loss(own, *a)
+        if split:
+            head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+            parallelize_module(model, mesh, {"head": head})
+        with loss_parallel(), record() as calls, Bytes() as counted:
+            results.append(trained(model))
+        ran = sum(call["op"] == "cross_entropy" for call in calls)
+        assert ran == (8 if swapped else 0), calls
+        if split:
+            results[-1] = (*results[-1], counted.sent["all_reduce"])
+    (ref, base, stock, mine) = results
+    for parallel in (stock, mine):
+        numerics.assert_close(parallel[0], ref[0], base[0], case="losses")
+        numerics.assert_close(parallel[1], ref[1], base[1], case="parameters")
+    # Beside the head's, which both send; torch's loss sends below what is counted.
+    assert mine[2] - stock[2] == 8 * 3 * (4 * 8) * 4
+
+
+def test_a_swapped_model_in_loss_parallel():
+    """Our losses run there in place of torch's, and send three numbers a row."""
+    run(2, body_of_models)
+
+
+def body_of_refusals(case):
+    x = spread(drawn(8, 9), mesh_of((2,)), [S1]).requires_grad_()
+    if case == "target":
+        functional.cross_entropy(x, TARGET + 1)
+    if case == "weight":
+        functional.cross_entropy(x, TARGET, torch.ones(5))
+    if case == "smoothing":
+        functional.cross_entropy(x, TARGET, label_smoothing=1.5)
+    if case == "weight's gradient":
+        functional.cross_entropy(x, TARGET, spread(WEIGHT, mesh_of((2,)), [R]).requires_grad_())
+    loss = functional.cross_entropy(x, TARGET)
+    torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("target", "target must lie between 0 and 8 or be ignore_index, -100, got 9"),
+        ("weight", r"weight must have shape \(9,\), got \(5,\)"),
+        ("smoothing", "label_smoothing must"),
+        ("weight's gradient", "weight must not require a gradient"),
+        ("second", "input must be redistributed to whole classes for second derivatives"),
+    ],
+)
+def test_refusals(case, message):
+    with pytest.raises(RankError, match=message):
+        run(2, body_of_refusals, case)
