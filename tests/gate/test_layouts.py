@@ -97,7 +97,7 @@ def test_odd_sizes(executor, rows, cols, form, dtype):
 @pytest.mark.parametrize("cols", [4096, 4100, 4093])
 def test_outputs_larger_than_the_caches(cols, form, dtype):
     """From 16 MiB on they are stored past the caches, where tiles begin at a multiple of a vector:
-    the same bits as those of a few rows."""
+    the same bits as those of a few rows, by another number of threads."""
     rows = (16 << 20) // cols // dtype.itemsize + 1
     few = make((97,), cols, dtype, form=form)
     case = make((1,), cols, dtype, form=form)
@@ -105,6 +105,7 @@ def test_outputs_larger_than_the_caches(cols, form, dtype):
     case.factors = [factor.repeat(repeats, 1) for factor in few.factors]
     case.doutput = few.doutput.repeat(repeats, 1)
     expected = results(few.ours, few)
+    torch.set_num_threads(3)
     for name, found in results(case.ours, case).items():
         found = found.view(repeats, 97, -1)
         assert torch.equal(found, expected[name].expand_as(found)), name
