@@ -157,6 +157,7 @@ RECIPES = {
         {"csrc/ops/loss.h", "csrc/ops/loss.cpp", "csrc/cpu/loss.cpp", "csrc/cuda/loss.cu"}
         | {"python/onepass/_ops/linear_loss.py", "python/onepass/functional/_internal.py"}
         | {"python/onepass/integrations/transformers/lazy_logits.py"}
+        | {f"python/onepass/distributed/{name}.py" for name in ("losses", "rules")}
         | {f"python/onepass/{name}/loss.py" for name in ("_ops", "functional", "nn", "reference")},
     ),
     "A new optimizer": (
