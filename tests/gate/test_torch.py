@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.fx
 from torch import nn
 
