@@ -11,38 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onepass import functional, numerics
 from onepass._ops import dispatch_log
 from onepass.reference import norm as reference
-from tests.all_families.test_func_transforms import FUNCTIONS
+from tests.all_families.test_func_transforms import FUNCTIONS, NAMES, drawn, is_exact, tensors_of
 from tests.support.calls import CALLS
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-
-NAMES = [name for name, call in CALLS.items() if call.differentiable]
-
-
-def test_every_function_is_here():
-    """Except those without a gradient."""
-    without = {"attention_with_kv_cache", "drop_path_scale"}
-    found = {name.split(" ")[0].removeprefix("functional.") for name in NAMES}
-    assert set(functional.__all__) - found == without
-
-
-def is_exact(call):
-    return "rotary" not in call.name  # whose tables are float32 there
-
-
-def tensors_of(call):
-    """float64 where the call takes it, and which of them are differentiated."""
-    given = call.tensors()
-    for name, tensor in given.items():
-        if tensor.is_floating_point() and name != "alibi_slopes" and is_exact(call):
-            given[name] = tensor.double()
-    wanted = [n for n, t in given.items() if t.is_floating_point() and n not in call.constant]
-    return given, wanted
-
-
-def drawn(like, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

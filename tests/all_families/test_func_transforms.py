@@ -9,9 +9,11 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from onepass import functional, numerics
 from onepass.reference import rotary
+from tests.support.calls import CALLS
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
+NAMES = [name for name, call in CALLS.items() if call.differentiable]
 WEIGHT = torch.linspace(0.5, 1.5, 8)
 WEIGHTS = torch.linspace(-1.0, 1.0, 64).view(8, 8).sin()
 
@@ -170,3 +172,85 @@ def test_dropout_under_vmap():
     assert torch.equal(dx, y)
     y = vmap(lambda x: functional.dropout(x, 0.5), randomness="same")(x)
     assert torch.equal(y[0], y[1])
+
+
+# ---- every operator ------------------------------------------------------------------------------
+
+
+def test_every_function_is_here():
+    """Except those without a gradient."""
+    without = {"attention_with_kv_cache", "drop_path_scale"}
+    found = {name.split(" ")[0].removeprefix("functional.") for name in NAMES}
+    assert set(functional.__all__) - found == without
+
+
+def is_exact(call):
+    return "rotary" not in call.name  # whose tables are float32 there
+
+
+def tensors_of(call):
+    """float64 where the call takes it, and which of them are differentiated."""
+    given = call.tensors()
+    for name, tensor in given.items():
+        if tensor.is_floating_point() and name != "alibi_slopes" and is_exact(call):
+            given[name] = tensor.double()
+    wanted = [n for n, t in given.items() if t.is_floating_point() and n not in call.constant]
+    return given, wanted
+
+
+def drawn(like, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+
+
+def seeded(call, given):
+    """(a function of the differentiated tensors, which draws the same each time; these tensors)"""
+    tensors, wanted = given
+
+    def run(some):
+        torch.manual_seed(3)
+        return [r for r in call.run(**{**tensors, **some}) if r.is_floating_point()]
+
+    return run, {name: tensors[name] for name in wanted}
+
+
+def close(found, expected):
+    for one, two in zip(found, expected, strict=True):
+        rtol = 1e-10 if two.dtype is torch.float64 else 1e-5
+        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_under_vmap(name):
+    """Slices, and their gradients, are those of plain calls."""
+    call = CALLS[name]
+    run, x = seeded(call, tensors_of(call))
+    slices = [x, {name: drawn(tensor, 5) for name, tensor in x.items()}]
+    stacked = {name: torch.stack([one[name] for one in slices]) for name in x}
+    for function in (run, grad(lambda x: sum(r.sin().sum() for r in run(x)))):
+        found = vmap(function, randomness="same")(stacked)
+        for number, one in enumerate(slices):
+            plain = function(one)
+            values = (found, plain) if function is run else (found.values(), plain.values())
+            close([tensor[number] for tensor in values[0]], values[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_under_grad_and_jacrev(name):
+    call = CALLS[name]
+    run, x = seeded(call, tensors_of(call))
+
+    def last(x):
+        """Few numbers of each result: a row of the Jacobian is a backward."""
+        return torch.cat([r.flatten()[-3:].double() for r in run(x)])
+
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
+    few = last(leaves)
+    rows = [
+        torch.autograd.grad(number, [*leaves.values()], retain_graph=True, materialize_grads=True)
+        for number in few
+    ]
+    expected = [torch.stack(column) for column in zip(*rows, strict=True)]
+    assert any(column.any() for column in expected)
+    close(jacrev(last)(x).values(), expected)
+    close(grad(lambda x: last(x).sum())(x).values(), [column.sum(0) for column in expected])
