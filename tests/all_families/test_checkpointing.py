@@ -1,4 +1,5 @@
-"""`onepass.sac_ops` with torch's selective checkpointing: kept operators do not run twice."""
+"""torch's activation checkpointing: both kinds over every operator; `onepass.sac_ops` with the
+selective one, where kept operators do not run twice."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import onepass
 from onepass import functional
 from onepass._ops import dispatch_log
 from tests.emulator.executors import operators
+from tests.support.calls import CALLS
 
 selective = functools.partial(create_selective_checkpoint_contexts, onepass.sac_ops())
 # Forwards that are bound by memory.
@@ -108,3 +110,45 @@ def test_compiled_graphs_keep_them_too(kept):
     for name in ("attention_forward", "linear_forward", "linear_epilogue_forward"):
         assert f"onepass.{name}.default" in forward
         assert (f"onepass.{name}.default" in backward) != kept
+
+
+# ---- every operator ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.differentiable])
+def test_every_operator_is_recomputed_bit_for_bit(name):
+    """By both kinds of checkpoint, and under torch's deterministic mode: what is drawn, too."""
+    call, runs = CALLS[name], []
+
+    def run(names, *tensors):
+        runs.append(name)
+        outputs = call.run(**dict(zip(names, tensors, strict=True)))
+        return tuple(y for y in outputs if y.is_floating_point())
+
+    def results(function):
+        given = call_tensors()
+        torch.manual_seed(3)
+        outputs = function(list(given), *given.values())
+        upstream = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) for y in outputs]
+        torch.autograd.backward(outputs, upstream)
+        return [*outputs, *(t.grad for t in given.values() if t.grad is not None)]
+
+    def call_tensors():
+        given = call.tensors()
+        return {
+            n: t.requires_grad_() if t.is_floating_point() and n not in call.constant else t
+            for n, t in given.items()
+        }
+
+    expected, drawn = results(run), torch.rand(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        repeated = [results(run)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for use_reentrant in (False, True):
+        runs.clear()
+        repeated.append(results(functools.partial(checkpoint, run, use_reentrant=use_reentrant)))
+        assert len(runs) == 2 and torch.equal(torch.rand(1), drawn)
+    for found in repeated:
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
