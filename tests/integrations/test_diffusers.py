@@ -134,3 +134,54 @@ def test_other_backends_are_left_alone():
         processor._parallel_config = object()
     (reason,) = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
     assert reason.startswith("runs diffusers' context parallelism")
+
+
+def test_backends_that_are_chosen_after_the_swap_run(monkeypatch):
+    """By `attention_backend` and by `set_attention_backend`, which takes no name from outside."""
+    model, batch, calls = build("flux")
+    registry, flex = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName.FLEX
+    ran = []
+
+    def another(query, key, value, **_):
+        ran.append(query.shape)
+        return torch.zeros_like(query)
+
+    monkeypatch.setitem(registry._backends, flex, another)
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+    onepass.swap(model, kinds="attention")
+    with dispatch.attention_backend("flex"):
+        assert not attentions(model, batch) and len(ran) == calls
+    assert len(attentions(model, batch)) == calls == len(ran)
+    model.set_attention_backend("flex")
+    assert not attentions(model, batch) and len(ran) == 2 * calls
+    onepass.unswap(model)
+    reasons = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
+    assert reasons == {
+        "its attention backend in diffusers is 'flex', which onepass does not replace"
+    }
+    with pytest.raises(ValueError, match="must be one of the following"):
+        model.set_attention_backend("onepass")
+
+
+def test_processors_that_call_torchs_attention_themselves():
+    """Of models that do not dispatch; a processor that is set after the swap runs as it is."""
+    from diffusers.models.attention_processor import AttnProcessor
+
+    torch.manual_seed(0)
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, num_layers=2, in_channels=4, out_channels=4,
+        sample_size=8, num_embeds_ada_norm=10,
+    ).eval()  # fmt: skip
+    batch = dict(
+        hidden_states=torch.randn(2, 4, 8, 8), timestep=torch.tensor([1, 5]),
+        class_labels=torch.tensor([0, 3]),
+    )  # fmt: skip
+    stock = copy.deepcopy(model)
+    report = onepass.swap(model, kinds="attention", strict=True)
+    assert len(attentions(model, batch)) == len(report.swapped) == 2
+    torch.testing.assert_close(model(**batch).sample, stock(**batch).sample)
+    assert report.verify(batch).ok
+    for block in model.transformer_blocks:
+        block.attn1.set_processor(AttnProcessor())
+    assert not attentions(model, batch)
+    torch.testing.assert_close(model(**batch).sample, stock(**batch).sample)

@@ -1,0 +1,57 @@
+"""Modules of `onepass.integrations` import their package when they are used, and name it if it is
+missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onepass import integrations
+from tests.support import fresh
+
+PACKAGES = ("accelerate", "diffusers", "flash_attn", "lightning", "peft", "pytorch_lightning",
+            "timm", "torchtitan", "transformers")  # fmt: skip
+NEEDS_NONE = ("diffusers", "flash_attn")
+# Module, its use, and what the error names without the package. The last two import theirs: their
+# classes are subclasses of its.
+USES = {
+    "lightning": ("ours.Swap", "neither lightning nor pytorch-lightning is installed: pip install"),
+    "timm": ("ours.register()", "pip install --upgrade timm"),
+    "torchtitan": ("ours", "torchtitan"),
+    "transformers": ("ours", "the package transformers is not installed: pip install transformers"),
+}
+WITHOUT = """
+import sys, torch
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {packages}:
+            return self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def test_every_module_is_here():
+    folder = Path(integrations.__file__).parent
+    assert {*USES, *NEEDS_NONE} == {p.stem for p in folder.iterdir() if p.stem[0] != "_"}
+
+
+def test_onepass_imports_none_of_them():
+    modules = ", ".join(f"onepass.integrations.{n}" for n in (*NEEDS_NONE, "lightning", "timm"))
+    code = WITHOUT.format(packages=PACKAGES) + f"import onepass, {modules}\n"
+    fresh.run(f"{code}assert not set(sys.modules) & set({PACKAGES})", check=True)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_is_missing_is_named_when_it_is_used(name):
+    use, message = USES[name]
+    code = WITHOUT.format(packages=PACKAGES) + f"import onepass.integrations.{name} as ours\n"
+    done = fresh.run(f"{code}print('imported')\n{use}")
+    assert done.returncode == 1
+    error = done.stderr.strip().splitlines()[-1]
+    assert "Error: " in error and message in error
+    assert ("imported" in done.stdout) == (name not in ("torchtitan", "transformers"))
