@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import numerics
@@ -142,6 +143,16 @@ def test_strips_are_the_whole_product(rows, dtype):
     numerics.assert_close(
         polynomial, -4.75 * wide + 2 * wide @ wide, -4.75 * gram + 2 * gram @ gram
     )
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, BF16])
+def test_symmetric_products_are_computed_by_half(dtype):
+    """Strips up to the diagonal: 5 of 8 parts. In 16 bits and for few rows, products are whole."""
+    for rows, share in ((512, 5 / 8 if dtype is not BF16 else 1), (255, 1)):
+        x = torch.randn(2, rows, 32, dtype=F32).to(dtype)
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz._symmetric(None, x, x.mT, 0.0, 1.0)
+        assert counter.get_total_flops() == share * 2 * 2 * rows * rows * 32
 
 
 def test_a_batch_is_cut_where_it_grows(monkeypatch):
