@@ -34,6 +34,18 @@ def _attention_backward(doutput, dlse, query, key, value, *_, out_val=None, **op
     return 2 * _scores(query, key, options) * columns
 
 
+def _attention_decode(query, k_cache, v_cache, key=None, *_, out_val=None, **options) -> int:
+    batch, heads, rows, columns = query.shape
+    seqlens, pages = options.get("cache_seqlens"), options.get("block_table")
+    if seqlens is None or is_fake(seqlens) or seqlens.is_meta:  # as long as they may be
+        keys = batch * k_cache.shape[2] if pages is None else pages.numel() * k_cache.shape[1]
+    else:
+        keys = int(seqlens.sum()) + (0 if key is None else batch * key.shape[2])
+        if (padding := options.get("cache_leftpad")) is not None:
+            keys -= int(padding.sum())
+    return 2 * keys * heads * rows * (columns + v_cache.shape[-1])
+
+
 def _linear_forward(input, weight, *_, out_val=None, **__) -> int:
     return 2 * input.numel() * weight.shape[0]
 
@@ -67,6 +79,8 @@ def _scores(query, key, options: dict) -> int:
 _FORMULAS = {
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
+    "attention_decode": _attention_decode,
+    "attention_decode_append": _attention_decode,
     "linear_forward": _linear_forward,
     "linear_epilogue_forward": _linear_forward,
     "linear_backward": _linear_backward,

@@ -66,6 +66,39 @@ def test_packed_sequences_count_by_their_lengths(meta):
     assert found == sum(2 * 2 * n * n * (16 + 16) for n in lengths)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new", [0, 2])
+def test_decoding_counts_the_keys_that_it_reads(new, paged):
+    query, key = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 2, 8)
+    value, ints = torch.randn(2, 2, 2, 16), {"dtype": torch.int32}
+    options = {"cache_seqlens": torch.tensor([3, 5], **ints)}
+    if paged:
+        k_cache, v_cache = torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 16)
+        options["block_table"] = torch.tensor([[1, 4], [0, 2]], **ints)
+    else:
+        k_cache, v_cache = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 16)
+        options["cache_leftpad"] = torch.tensor([1, 0], **ints)
+    given = (query, k_cache, v_cache, *((key, value) if new else ()))
+    attend = onepass.functional.attention_with_kv_cache
+    lengths = [3 + new - (not paged), 5 + new]
+    shapes = [((1, 4, 2, 8), (1, 4, n, 8), (1, 4, n, 16)) for n in lengths]
+    found, _ = counted(lambda: attend(*given, **options), backward=False)
+    assert found == sum(flop_counter.sdpa_flop_count(*s) for s in shapes)
+    meta = [t.to("meta") for t in given]
+    options = {name: t.to("meta") for name, t in options.items()}
+    found, _ = counted(lambda: attend(*meta, **options), backward=False)
+    assert found == 2 * (8 if paged else 9) * 2 * 4 * 2 * (8 + 16)
+
+
+@pytest.mark.parametrize("reduction, chunks", [("mean", 1), ("none", 2)])
+def test_a_loss_without_logits_counts_its_products(reduction, chunks):
+    """The forward, and two gradients; without a reduction the backward has the logits again."""
+    x, w = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    loss = onepass.functional.linear_cross_entropy
+    counts = counted(lambda: loss(x, w, torch.arange(5), reduction=reduction))
+    assert sum(counts) == 2 * 5 * 8 * 30 * (2 + chunks)
+
+
 def test_a_swapped_model_counts_as_stock(monkeypatch):
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: slow)
