@@ -1,8 +1,9 @@
-"""A model of torchtitan whose norms and optimizer its overrides replace."""
+"""A model of torchtitan whose norms, attention, loss and optimizer its overrides replace."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,11 +15,24 @@ from onepass._ops.dispatch_log import record
 pytest.importorskip(
     "torchtitan.models.llama3", reason="torchtitan is not installed", exc_type=ImportError
 )
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config import Configurable
 from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common import attention
 from torchtitan.models.llama3 import llama3_configs
 
-from onepass.integrations.torchtitan import optimizer
+from onepass.integrations.torchtitan import optimizer, varlen_attention
+
+OURS = "onepass.integrations.torchtitan."
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainer(Configurable.Config):
+    """The part of a configuration that overrides look through."""
+
+    model: Configurable.Config
+    loss: Configurable.Config
 
 
 @pytest.fixture
@@ -63,6 +77,80 @@ def test_norms(config):
             numerics.assert_close(mine, right, torchs)
 
 
+def by_documents(self, q, k, v, *, attention_masks, scale=None, out_transform=None, **options):
+    """torchtitan's, which runs on CUDA alone."""
+    ends, found, lses = attention_masks.cu_seq_q.tolist(), [], []
+    for begin, end in zip(ends, ends[1:], strict=False):
+        query, key, value = (x.flatten(0, 1)[begin:end].transpose(0, 1) for x in (q, k, v))
+        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        found.append((scores.softmax(-1) @ value).transpose(0, 1))
+        lses.append(scores.logsumexp(-1).mT)
+    output, lse = (torch.cat(x).unflatten(0, q.shape[:2]) for x in (found, lses))
+    return output if out_transform is None else out_transform(output, lse)
+
+
+TOKENS = torch.randint(2000, (2, 24), generator=torch.Generator().manual_seed(1))
+LABELS = TOKENS.roll(-1, 1).masked_fill(TOKENS % 7 == 0, IGNORE_INDEX)
+POSITIONS = torch.cat([torch.arange(9), torch.arange(15)]).expand(2, -1).contiguous()
+
+
+def trained(config, of_loss, dtype=torch.float32):
+    """The loss of a step, and the gradients."""
+    torch.manual_seed(0)
+    model, loss = config.build(), of_loss.build()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+        parameter.data = parameter.data.to(dtype)
+    if isinstance(loss, ChunkedLossWrapper):
+        loss.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    output = model(TOKENS, POSITIONS, model.get_attention_masks(POSITIONS))
+    found, _ = loss(output, LABELS, torch.tensor(40.0))
+    found.backward()
+    return [found.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_attention_and_loss(config, chunks, dtype, monkeypatch):
+    """In a step of the whole model, and by chunks of it. The stock step is in plain torch."""
+    stock = CrossEntropyLoss.Config()
+    if chunks > 1:
+        stock = ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=stock)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention.VarlenAttention, "forward", by_documents)
+        ref, base = trained(config, stock, torch.float64), trained(config, stock, dtype)
+    names = [OURS + name for name in ("rms_norm", "varlen_attention", "cross_entropy")]
+    holder = Trainer(model=config, loss=stock)
+    apply_overrides(OverrideConfig(imports=names), holder)
+    with record() as calls:
+        found = trained(holder.model, holder.loss, dtype)
+    ops = [call["op"] for call in calls if "backward" not in call["kernel"]]
+    assert ops.count("varlen_attention") + ops.count("attention") == 2, ops
+    assert ops.count("cross_entropy") == chunks and ops.count("rms_norm") == 5, ops
+    assert found[0].dtype is torch.float32
+    numerics.assert_close(found, ref, base)
+
+
+def test_a_transform_of_attention_gets_its_log_sum_exp(config):
+    """As of sinks, whose attention is scaled afterwards."""
+    metadata = attention.create_varlen_metadata_for_document(POSITIONS)
+    stock = attention.VarlenAttention.Config()
+    ours = varlen_attention(stock).build()
+    q, k, v = (torch.randn(2, 24, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+
+    def transform(output, lse):
+        return output * lse.sigmoid()[..., None]
+
+    for options in ({}, {"out_transform": transform}):
+        given = dict(attention_masks=metadata, enable_gqa=True, scale=0.3, **options)
+        expected = by_documents(ours, q, k, v, **given)
+        numerics.assert_close(ours(q, k, v, **given), expected, expected)
+
+
 def test_optimizer(config):
     model = config.build()
     for parameter in model.parameters():
@@ -71,9 +159,11 @@ def test_optimizer(config):
         pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "fused": False}
     )
     stock = OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
-    container = optimizer(stock, max_grad_norm=1.0).build(model_parts=[model])
+    settings = {"max_grad_norm": 1.0, "state_dtype": "bfloat16"}  # as JSON has them
+    container = optimizer(stock, **settings).build(model_parts=[model])
     (found,) = container.optimizers
     assert type(found) is onepass.optim.AdamW and found.max_grad_norm == 1.0
+    assert found.state_dtype is torch.bfloat16
     before = [p.detach().clone() for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components import loss
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import derive, override
-from torchtitan.models.common import nn_modules
+from torchtitan.config import CompileConfig, derive, override
+from torchtitan.distributed.spmd_types import spmd_mesh_size
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.common import attention, nn_modules
 
 import onepass.optim
 from onepass import functional
+from onepass.functional._internal import cross_entropy_in_float32
 
 
 class RMSNorm(nn_modules.RMSNorm):
@@ -45,6 +50,85 @@ def rms_norm(config: nn_modules.RMSNorm.Config) -> RMSNorm.Config:
         The same of `RMSNorm`.
     """
     return derive(config, RMSNorm.Config)
+
+
+class VarlenAttention(attention.VarlenAttention):
+    """torchtitan's, computed by `onepass.functional.varlen_attention`: on a CPU too, and in
+    float32 where query is."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(attention.VarlenAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: attention.VarlenMetadata,
+        scale: float | None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        of = attention_masks
+        packed = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+        with attention.spmd.no_typecheck():  # spmd_types, whose rules are of torch's operators
+            found = functional.varlen_attention(
+                *packed, of.cu_seq_q, of.cu_seq_k, of.max_q, of.max_k, scale=scale,
+                window_size=self.window_size, enable_gqa=options.get("enable_gqa", False),
+                return_lse=True,
+            )  # fmt: skip
+        output, lse = (x.unflatten(d, q_BLNH.shape[:2]) for x, d in zip(found, (0, 1), strict=True))
+        return output if out_transform is None else out_transform(output, lse.permute(1, 2, 0))
+
+
+@override(target=attention.VarlenAttention.Config, description="onepass's attention", exact=True)
+def varlen_attention(config: attention.VarlenAttention.Config) -> VarlenAttention.Config:
+    """Attention of packed documents, torchtitan's "varlen".
+
+    Args:
+        config: torchtitan's.
+
+    Returns:
+        The same of `VarlenAttention`.
+    """
+    return derive(config, VarlenAttention.Config)
+
+
+class CrossEntropyLoss(loss.CrossEntropyLoss):
+    """torchtitan's, computed by `onepass.functional.cross_entropy`: 16-bit logits are not copied
+    to float32. Logits that are divided among processes are torchtitan's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(loss.CrossEntropyLoss.Config):
+        pass
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config)
+        self.fn = _cross_entropy
+        self._maybe_compile(compile_config)
+
+
+def _cross_entropy(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = None) -> Tensor:
+    by_classes = get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1
+    if by_classes or isinstance(pred, DTensor) or pred.dtype is torch.float64:
+        return loss.cross_entropy_loss(pred, labels, global_vocab_size=global_vocab_size)
+    rows = pred.flatten(0, 1)
+    return cross_entropy_in_float32(rows, labels.flatten(0, 1), loss.IGNORE_INDEX, "sum")
+
+
+@override(target=loss.CrossEntropyLoss.Config, description="onepass's loss", exact=True)
+def cross_entropy(config: loss.CrossEntropyLoss.Config) -> CrossEntropyLoss.Config:
+    """The loss, alone or in torchtitan's chunks.
+
+    Args:
+        config: torchtitan's.
+
+    Returns:
+        The same of `CrossEntropyLoss`.
+    """
+    return derive(config, CrossEntropyLoss.Config)
 
 
 class Optimizers(OptimizersContainer):
