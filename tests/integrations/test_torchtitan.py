@@ -19,6 +19,7 @@ from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import Configurable
 from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common import attention
 from torchtitan.models.llama3 import llama3_configs
 
@@ -97,13 +98,14 @@ LABELS = TOKENS.roll(-1, 1).masked_fill(TOKENS % 7 == 0, IGNORE_INDEX)
 POSITIONS = torch.cat([torch.arange(9), torch.arange(15)]).expand(2, -1).contiguous()
 
 
-def trained(config, of_loss, dtype=torch.float32):
+def trained(config, of_loss, dtype=torch.float32, prepare=lambda model: None):
     """The loss of a step, and the gradients."""
     torch.manual_seed(0)
     model, loss = config.build(), of_loss.build()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
         parameter.data = parameter.data.to(dtype)
+    prepare(model)
     if isinstance(loss, ChunkedLossWrapper):
         loss.set_lm_head(model.lm_head)
         model._skip_lm_head = True
@@ -129,7 +131,7 @@ def test_attention_and_loss(config, chunks, dtype, monkeypatch):
     with record() as calls:
         found = trained(holder.model, holder.loss, dtype)
     ops = [call["op"] for call in calls if "backward" not in call["kernel"]]
-    assert ops.count("varlen_attention") + ops.count("attention") == 2, ops
+    assert ops.count("attention") == 2, ops
     assert ops.count("cross_entropy") == chunks and ops.count("rms_norm") == 5, ops
     assert found[0].dtype is torch.float32
     numerics.assert_close(found, ref, base)
@@ -149,6 +151,24 @@ def test_a_transform_of_attention_gets_its_log_sum_exp(config):
         given = dict(attention_masks=metadata, enable_gqa=True, scale=0.3, **options)
         expected = by_documents(ours, q, k, v, **given)
         numerics.assert_close(ours(q, k, v, **given), expected, expected)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_selective_checkpointing_keeps_attention(config, kept):
+    """Only where its policy is told of our operators."""
+
+    class Kept(SelectiveAC):
+        def get_save_ops(self):
+            return super().get_save_ops() | set(onepass.sac_ops())
+
+    holder = Trainer(model=config, loss=CrossEntropyLoss.Config())
+    apply_overrides(OverrideConfig(imports=[OURS + "varlen_attention"]), holder)
+    expected = trained(holder.model, holder.loss)
+    policy = (Kept if kept else SelectiveAC)(SelectiveAC.Config())
+    with record() as calls:
+        found = trained(holder.model, holder.loss, prepare=policy.apply)
+    assert [call["op"] for call in calls].count("attention") == (2 if kept else 4)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_optimizer(config):
