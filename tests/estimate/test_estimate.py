@@ -306,8 +306,9 @@ def test_states_are_those_that_each_optimizer_makes(dtype):
         assert state <= kept <= state + 4096, f"{name}: {state:,} of {kept:,}"
         temporary = found.updates[name].temporary
         taken = allocations.peak(optimizer.step)
-        # Batched products of parts of matrices make internal copies, which estimate does not see.
-        more = temporary // 4 if "Muon" in name else 4096
+        # Batched products of parts of matrices make internal copies, here of one of these matrices,
+        # which estimate does not see.
+        more = temporary // 3 if "Muon" in name else 4096
         assert temporary <= taken <= temporary + more, f"{name}: {temporary:,} of {taken:,}"
         assert temporary > 0 or "Muon" not in name
 

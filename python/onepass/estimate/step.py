@@ -235,7 +235,12 @@ def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -
 @torch.no_grad()
 def _updates_of(timeline: Timeline, optimizer: onepass.optim.Muon) -> int:
     """The most temporary bytes of a step, measured by making its updates."""
-    groups = [g for g in optimizer.param_groups if g.get("use_muon", True)]
+    # From the second iteration on, each takes the memory of the one before.
+    groups = [
+        {**g, "ns_steps": min(g["ns_steps"], 2)}
+        for g in optimizer.param_groups
+        if g.get("use_muon", True)
+    ]
     pairs = [(p, g) for g in groups for p in g["params"] if p.grad is not None]
     if not pairs:
         return 0

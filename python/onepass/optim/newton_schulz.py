@@ -35,8 +35,9 @@ def orthogonalized(x: Tensor, coefficients: Sequence[float], steps: int, scale: 
         wide = x.mT if is_tall else x
         gram = _symmetric(None, wide, wide.mT, 0.0, 1.0)
         polynomial = _symmetric(gram, gram, gram, b, c)
-        factors = (x, polynomial) if is_tall else (polynomial, x)
-        x = torch.baddbmm(x, *factors, beta=gain * a, alpha=gain)
+        first, second = (x, polynomial) if is_tall else (polynomial, x)
+        x = torch.baddbmm(x, first, second, beta=gain * a, alpha=gain)
+        del wide, first, second  # which would keep the last x through the next iteration
     return x
 
 
