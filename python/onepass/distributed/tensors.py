@@ -325,8 +325,8 @@ def _of_part(mesh: DeviceMesh, chosen: list[Choice], seed: Tensor) -> Tensor:
         elif mesh.size(mesh_dim) > 1:
             group = mesh.get_group(mesh_dim)
             if torch.compiler.is_compiling():
-                of_first = collectives.broadcast(seed, dist.get_global_rank(group, 0), group)
-                seed = collectives.wait_tensor(of_first)
+                # Its `src` is a place in the group, not a rank of all processes.
+                seed = collectives.wait_tensor(collectives.broadcast(seed, 0, group))
             else:
                 dist.broadcast(seed, group=group, group_src=0)
     return seed + torch.tensor([0, part], device=seed.device) if part else seed
