@@ -218,6 +218,32 @@ def test_extremes():
     run(2, body_of_extremes)
 
 
+def body_of_overwritten():
+    mesh, logits = mesh_of((2,)), drawn(ROWS, CLASSES)
+
+    def loss_of(x):
+        return functional.cross_entropy(x, TARGET, inplace_backward=True)
+
+    for places in ([S0], [S1]):
+        x = spread(logits, mesh, places).requires_grad_()
+        saved = x.exp()  # its output
+        also = x * 1.0
+        more = also.sin().sum()  # its input
+        for loss in (loss_of(saved), loss_of(also) + more):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, x, retain_graph=True)
+        scaled = x * 1.0
+        loss = loss_of(scaled)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, x)
+
+
+def test_logits_that_were_written_over_are_refused():
+    """Where they were saved for another gradient, or are read by a second backward."""
+    run(2, body_of_overwritten)
+
+
 class Model(nn.Module):
     """Its head is parallel over the vocabulary; it calls F.cross_entropy."""
 

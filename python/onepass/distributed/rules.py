@@ -300,12 +300,18 @@ def _loss(entry: Callable, of_classes: Callable) -> Callable[[Given], Layout]:
             (rows,) if reduction == _NONE else ((None,),),
             [*_choices(rows), ("classes",)],
             summed=frozenset() if reduction == _NONE else frozenset({"rows"}),
+            overwritten=_overwritten(given),
             localize=localize,
             compute=compute,
             finish=None if reduction == _NONE else finish,
         )
 
     return rule
+
+
+def _overwritten(call: Given) -> frozenset[str]:
+    overwrites = call.get("inplace", False) and not torch.compiler.is_compiling()
+    return frozenset({"input"}) if overwrites else frozenset()
 
 
 def _options(call: Mapping[str, object]) -> losses.Options:
