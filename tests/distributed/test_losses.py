@@ -197,7 +197,8 @@ def body_of_extremes():
     logits[3, 5] = math.nan
     logits[4] = logits[4] * 1e4
     target = torch.tensor([4, 4, 0, 0, 1])
-    for options in ({}, {"label_smoothing": 0.1}):
+    smoothed, weight = {"label_smoothing": 0.1}, torch.tensor([0.5, 0.0, 1.0, 2.0, 0.25, 1.0])
+    for options in ({}, smoothed, smoothed | {"softcap": 3.0}, smoothed | {"weight": weight}):
         results = []
         for x in (logits.clone(), spread(logits, mesh, [S1])):
             x = x.requires_grad_()

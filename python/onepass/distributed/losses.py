@@ -210,8 +210,8 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
     pieces.exponentials.append(factor.reciprocal())
     at_target = logits.gather(1, rows.column)[:, 0].double()
     pieces.at_target.append(at_target)
-    # The operator adds 0 times that logit.
-    losses = torch.where(at_target == -math.inf, rows.of_column * math.inf, losses)
+    if not options.softcap:  # the operator adds 0 times that logit
+        losses = torch.where(at_target == -math.inf, rows.of_column * math.inf, losses)
     pieces.below.append(losses * count)
 
 
@@ -227,11 +227,10 @@ def _merged(
     capped, _ = _softcapped(at_target, options.softcap)
     sums = [exponentials * (mine - maximum).exp(), capped.where(rows.here, 0.0)]
     if options.label_smoothing:
-        weights = classes.count if rows.weight is None else rows.weight.double().sum()
-        weights = torch.as_tensor(weights, dtype=torch.float64, device=mine.device)
-        relative = below + weights * (maximum - (mine + exponentials.log()))
-        nothing = torch.where(weights != 0, math.inf, 0.0)  # exp(x) is 0 for all classes here
-        sums.append(torch.where(mine == -math.inf, nothing, relative))
+        weights = mine.new_ones(classes.count) if rows.weight is None else rows.weight.double()
+        relative = below + weights.sum() * (maximum - (mine + exponentials.log()))
+        # Of classes whose exp(x) is all 0. An infinite distance, by a weight of 0, is NaN.
+        sums.append(torch.where(mine == -math.inf, (weights * math.inf).sum(), relative))
     sums = [s.masked_fill(rows.ignored, 0.0) for s in sums]
     sums = classes.reduced(torch.stack(sums).to(wide), "sum").double()
     exponentials, of_class = sums[0], sums[1]
