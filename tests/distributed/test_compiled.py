@@ -269,6 +269,28 @@ def test_a_loss_of_classes_in_parts():
     run(2, body_of_operators, ["cross_entropy of classes in parts"])
 
 
+def body_of_wrong_options():
+    x = distribute_tensor(torch.ones(8, 9), mesh_of((2,)), [Shard(1)], src_data_rank=None)
+    target = torch.zeros(8, dtype=torch.int64)
+    for wrong in (
+        {"label_smoothing": 1.5},
+        {"z_loss": float("nan")},
+        {"weight": torch.ones(5)},
+        {"target": target[:, None]},
+    ):
+        torch._dynamo.reset()
+        options = {"target": target} | wrong
+        loss = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
+        with pytest.raises(RuntimeError, match=f"cross_entropy: {next(iter(wrong))} must"):
+            loss(x, **options)
+
+
+@pytest.mark.slow
+def test_wrong_options_of_a_loss_of_classes_in_parts():
+    """The operators get others: a share of the smoothing, no z_loss, a part of the weights."""
+    run(2, body_of_wrong_options)
+
+
 def body_of_streams(shape, placements):
     """Parts have streams of their own, replicas one, whatever their generators."""
     mesh, rank, ones = mesh_of(shape), torch.distributed.get_rank(), torch.ones(64, 64)

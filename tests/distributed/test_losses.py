@@ -94,7 +94,7 @@ def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, *
         spread(t.to(dtype), mesh, place).requires_grad_()
         for t, place in zip(tensors, placements, strict=True)
     ]
-    options = given(options, torch.float32)
+    options = given(options, dtype)
     with Bytes() as counted:
         # Logits that may be overwritten are no leaves.
         loss = call(functional, *(p * 1.0 for p in parts), target_of(options), **options, **more)
@@ -315,8 +315,22 @@ def body_of_refusals(case):
         functional.cross_entropy(x, TARGET, torch.ones(5))
     if case == "smoothing":
         functional.cross_entropy(x, TARGET, label_smoothing=1.5)
+    if case == "a column":
+        functional.cross_entropy(x, TARGET[:, None])
+    if case == "three dimensions":  # by the first of which they are split
+        functional.cross_entropy(spread(drawn(4, 2, 9), mesh_of((2,)), [S0]), TARGET[:4])
+    mesh = mesh_of((2,))
+    wanted = spread(WEIGHT, mesh, [R]).requires_grad_()
     if case == "weight's gradient":
-        functional.cross_entropy(x, TARGET, spread(WEIGHT, mesh_of((2,)), [R]).requires_grad_())
+        functional.cross_entropy(x, TARGET, wanted)
+    hidden, layer = spread(drawn(8, 6), mesh, [R]), spread(drawn(9, 6), mesh, [S0])
+    if case == "linear: weight's gradient":
+        functional.linear_cross_entropy(hidden, layer, TARGET, weight=wanted)
+    if case == "linear: three dimensions":
+        functional.linear_cross_entropy(hidden.unflatten(0, (2, 4)), layer, TARGET.view(2, 4))
+    if case == "linear: bias":
+        bias = spread(drawn(9, 1), mesh, [S0])
+        functional.linear_cross_entropy(hidden, layer, TARGET, linear_bias=bias)
     loss = functional.cross_entropy(x, TARGET)
     torch.autograd.grad(loss, x, create_graph=True)
 
@@ -327,7 +341,12 @@ def body_of_refusals(case):
         ("target", "target must lie between 0 and 8 or be ignore_index, -100, got 9"),
         ("weight", r"weight must have shape \(9,\), got \(5,\)"),
         ("smoothing", "label_smoothing must"),
-        ("weight's gradient", "weight must not require a gradient"),
+        ("a column", r"cross_entropy: target must have shape \(8,\), got \(8, 1\)"),
+        ("three dimensions", r"cross_entropy: input must have shape .*, got \(4, 2, 9\)"),
+        ("weight's gradient", " cross_entropy: weight must not require a gradient"),
+        ("linear: weight's gradient", "linear_cross_entropy: weight must not require a gradient"),
+        ("linear: three dimensions", r"input must have shape .*, got \(2, 4, 6\)"),
+        ("linear: bias", r"linear_bias must have shape \(9,\), got \(9, 1\)"),
         ("second", "input must be redistributed to whole classes for second derivatives"),
     ],
 )

@@ -9,7 +9,7 @@ float64. The gradient needs no more than they: each process computes that of its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onepass._arguments import refuse_gradient
-from onepass._ops import linear_loss, loss
+from onepass._ops import decomposition, linear_loss, loss
 from onepass._ops.differentiation import is_differentiated_again
 
 _NONE = loss.REDUCTIONS["none"]
@@ -106,13 +106,16 @@ def cross_entropy(
     """The loss of each row, in float32 (float64 for float64).
 
     Args:
-        logits: (rows, classes.count).
-        target: (rows,), of all classes.
+        logits: (rows, classes.count) or (classes.count,).
+        target: (rows,) or (), of all classes.
         weight: (classes.total,), or None.
         inplace: the backward writes the gradient over the logits.
     """
-    whole = logits.new_empty((logits.shape[0], classes.total), device="meta")
-    _check(_check_logits, weight, options, whole, target)
+    (weight,) = decomposition.wide(weight)
+    whole = logits.new_empty((*logits.shape[:-1], classes.total), device="meta")
+    _check("cross_entropy", weight, options, whole, target)
+    target = target.reshape(-1)
+    logits = logits.reshape(target.shape[0], classes.count)
     return _OfLogits.apply(logits, target, weight, classes, options, inplace)
 
 
@@ -130,33 +133,39 @@ def linear_cross_entropy(
     time; the backward computes them again.
 
     Args:
-        input: (rows, in_features).
+        input: (rows, in_features) or (in_features,).
         linear_weight, linear_bias: of this process's classes.
         casts: autocast's dtypes of input, and of linear_weight and linear_bias.
     """
-    whole = linear_weight.new_empty((classes.total, *linear_weight.shape[1:]), device="meta")
-    bias = None if linear_bias is None else linear_bias.new_empty(classes.total, device="meta")
-    _check(_check_product, weight, options, input, whole, target, bias)
+    (weight,) = decomposition.wide(weight)
+    layer = [
+        None if t is None else t.new_empty((classes.total, *t.shape[1:])[: t.dim()], device="meta")
+        for t in (linear_weight, linear_bias)
+    ]
+    _check("linear_cross_entropy", weight, options, input, layer[0], target, layer[1])
+    target = target.reshape(-1)
+    input = input.reshape(target.shape[0], input.shape[-1])
     operands = (input, linear_weight, linear_bias)
     return _OfProduct.apply(*operands, target, weight, classes, options, casts)
 
 
-def _check(check: Callable, weight: Tensor | None, options: Options, *tensors: Tensor) -> None:
-    """Errors are those of the whole call: an operator sees a part of the classes."""
+def _check(op: str, weight: Tensor | None, options: Options, *tensors: Tensor | None) -> None:
+    """Errors are those of the whole call: an operator gets a part of the classes.
+
+    A fake operator checks compiled calls. It may know sizes as symbols, which the check itself
+    does not take; nothing uses its results, so that no graph keeps it.
+    """
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        refuse_gradient("cross_entropy", "weight")
-    if not torch.compiler.is_compiling():
-        *tensors, weight = (None if t is None else t.to("meta") for t in (*tensors, weight))
-        check(*tensors, weight, *vars(options).values())
-
-
-def _check_logits(*call) -> None:
-    *call, z_loss = call
-    loss._forward_check(*call, _NONE, z_loss, None)
-
-
-def _check_product(*call) -> None:
-    linear_loss._check(*call, None, 0)
+        refuse_gradient(op, "weight")
+    compiling = torch.compiler.is_compiling()
+    call = [None if t is None else t.to("meta") for t in (*tensors, weight)]
+    *numbers, z_loss = vars(options).values()
+    if op == "cross_entropy":
+        check = loss._forward if compiling else loss._forward_check
+        check(*call, *numbers, _NONE, z_loss, None)
+    else:
+        check = linear_loss._op if compiling else linear_loss._check
+        check(*call, *numbers, z_loss, None, 0)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
