@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,6 +164,41 @@ def test_products_with_a_part_of_the_classes():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_of_16_bits(dtype):
     run(2, body_of_products, ["plain"], dtype)
+
+
+def body_of_moves():
+    """The rows are fewer bytes than the layer, and are moved; their gradients lie as they did."""
+    hidden, weight = drawn(ROWS, 6), drawn(40, 6, seed=1)
+    numbers, moved = 3 * ROWS * 4, hidden.nbytes
+
+    def of_parts(functions, h, w, target, **options):
+        if functions is functional:  # whose sum is h
+            half = h.to_local(grad_placements=[Partial()]) / 2
+            h = DTensor.from_local(half, h.device_mesh, [Partial()], run_check=False)
+        return functions.linear_cross_entropy(h, w, target, **options)
+
+    def of_rows(functions, *arguments, **options):
+        return functions.linear_cross_entropy(*arguments, **options)
+
+    for place, call, expected in (
+        (R, of_parts, {"all_reduce": numbers + 2 * moved}),
+        (
+            S0,
+            of_rows,
+            {
+                "all_gather_into_tensor": moved // 2,
+                "all_reduce": numbers,
+                "reduce_scatter_tensor": moved,
+            },
+        ),
+    ):
+        given = ([hidden, weight], [[place], [S0]], call, {}, mesh_of((2,)))
+        _, sent = check_parts(*given)
+        assert sent == expected
+
+
+def test_rows_that_lie_elsewhere():
+    run(2, body_of_moves)
 
 
 def body_of_four():
