@@ -102,6 +102,7 @@ def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, *
         dloss = spread(dloss, mesh, [R if p.is_partial() else p for p in loss.placements])
         found = torch.autograd.grad(loss, parts, dloss)
     for mine, right, stock in zip((loss, *found), ref, base, strict=True):
+        assert mine.dtype is stock.dtype
         numerics.assert_close(whole(mine), right, stock, case=f"{options} {more}")
     return found, counted.sent
 
@@ -120,11 +121,13 @@ def body_of_logits(names, reductions, dtype):
                 (gradient,), sent = check_parts([logits], [[S1]], *call, **more)
                 assert gradient.placements == (S1,)
                 numbers = 4 if "label_smoothing" in options else 3
-                assert sent == {"all_reduce": numbers * ROWS * 4}, (options, sent)
+                size = 8 if dtype is torch.float64 else 4
+                assert sent == {"all_reduce": numbers * ROWS * size}, (options, sent)
 
 
 def test_options_of_a_loss():
     run(2, body_of_logits, list(OPTIONS), ["mean", "none"], torch.float32)
+    run(2, body_of_logits, ["all"], ["mean"], torch.float64)
 
 
 @pytest.mark.slow

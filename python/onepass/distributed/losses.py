@@ -24,7 +24,7 @@ from onepass._ops.differentiation import is_differentiated_again
 
 _NONE = loss.REDUCTIONS["none"]
 _IGNORED = -100  # among places, none of which is negative
-_CHUNK_OF_CLASS = 1 << 10  # bytes of a chunk of logits on the CPU
+_CHUNK_OF_CLASS = 1 << 10  # bytes that a chunk of logits has of each class on the CPU
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Rows:
     Attributes:
         ignored: whether it does not count.
         here: whether the class is one of this process's.
-        place: of the class among these, 0 where it is not; _IGNORED.
+        place: of the class among these, 0 where it is another's, _IGNORED where the row is.
         of_target: the weight of the class, 0 where the row is ignored, NaN where it is no class.
         weight: of this process's classes, or None: all are 1.
         total: the sum of the weights of all classes.
@@ -92,7 +92,7 @@ class _Pieces:
     maximum: list[Tensor] = field(default_factory=list)
     exponentials: list[Tensor] = field(default_factory=list)  # relative to the maximum
     at_target: list[Tensor] = field(default_factory=list)  # the logit, without a softcap
-    below: list[Tensor] = field(default_factory=list)  # with smoothing: of w_c (lse - x_c)
+    below: list[Tensor] = field(default_factory=list)  # sum_c w_c (lse - x_c), for smoothing
 
 
 def cross_entropy(
@@ -210,8 +210,8 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
         losses, statistics, _ = loss._forward(logits, rows.place, weight, *of_loss)
         return losses.double(), statistics.double()
 
-    # All smoothing, and nothing of the targets: sum over the classes of (lse - x_c) / count. The
-    # factor of the exponentials, 1 over their sum, would also be of the weights.
+    # With a smoothing of 1 the loss is the mean of w_c (lse - x_c) over the classes, whatever the
+    # target. Without weights the factor that the operator keeps is 1 / exponentials.
     losses, (maximum, factor) = run(None, float(smooths))
     if smooths and weight is not None:
         losses, _ = run(weight, 1.0)
@@ -357,7 +357,7 @@ class _OfProduct(torch.autograd.Function):
         rows = _rows("linear_cross_entropy", target, weight, classes, options)
         input, linear_weight, linear_bias = linear_loss._cast(*given, *casts)
         wide, needs = _accumulator(input.dtype), ctx.needs_input_grad
-        dinput, dweight, dbias = [], 0.0, 0.0
+        dinput, dweight, dbias = [], None, None
         with torch.autocast(input.device.type, enabled=False):
             for chunk, logits in _chunks(input, linear_weight, linear_bias):
                 if logits.dtype is torch.float16:  # a mean's gradients are subnormal there
@@ -369,9 +369,9 @@ class _OfProduct(torch.autograd.Function):
                 if needs[0]:
                     dinput.append(_product(gradient, linear_weight, wide))
                 if needs[1]:
-                    dweight = dweight + _product(gradient.t(), input[chunk], wide)
+                    dweight = _added(dweight, _product(gradient.t(), input[chunk], wide))
                 if needs[2]:
-                    dbias = dbias + gradient.sum(0, dtype=wide)
+                    dbias = _added(dbias, gradient.sum(0, dtype=wide))
         gradients = (torch.cat(dinput) if needs[0] else None, dweight, dbias)
         return (
             *(
@@ -380,6 +380,10 @@ class _OfProduct(torch.autograd.Function):
             ),
             *(None,) * 5,
         )
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total.add_(more)
 
 
 def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
