@@ -283,6 +283,10 @@ def body_of_wrong_options():
         loss = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
         with pytest.raises(RuntimeError, match=f"cross_entropy: {next(iter(wrong))} must"):
             loss(x, **options)
+    # No kernel reads the targets: their loss is NaN, as on CUDA.
+    torch._dynamo.reset()
+    loss = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
+    assert loss(x, target + 9, weight=torch.ones(9)).to_local().isnan()
 
 
 @pytest.mark.slow

@@ -348,7 +348,8 @@ def _weight_of(call: Mapping[str, object]) -> Tensor:
     counts = target != call["ignore_index"]
     if weight is None:
         return counts.sum()
-    return (weight.double()[target.where(counts, 0)] * counts).sum()
+    of_class = target.where(counts, 0).clamp(0, weight.shape[0] - 1)  # it may be no class
+    return (weight.double()[of_class] * counts).sum()
 
 
 RULES: dict[str, Callable[[Given], Layout]] = {
