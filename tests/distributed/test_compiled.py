@@ -327,6 +327,7 @@ def test_streams_of_dropout():
     run(2, body_of_streams, (2,), [[Shard(0)], [Replicate()]])
 
 
+@pytest.mark.slow
 def test_streams_of_dropout_on_a_mesh_of_two_dimensions():
     """Replicas are of groups whose first process is not the first of all."""
     run(4, body_of_streams, (2, 2), [[Shard(0), Replicate()]])
