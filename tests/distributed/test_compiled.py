@@ -269,23 +269,65 @@ def test_a_loss_of_classes_in_parts():
     run(2, body_of_operators, ["cross_entropy of classes in parts"])
 
 
-def body_of_streams():
+def body_of_wrong_options():
+    x = distribute_tensor(torch.ones(8, 9), mesh_of((2,)), [Shard(1)], src_data_rank=None)
+    target = torch.zeros(8, dtype=torch.int64)
+    for wrong in (
+        {"label_smoothing": 1.5},
+        {"z_loss": float("nan")},
+        {"weight": torch.ones(5)},
+        {"target": target[:, None]},
+    ):
+        torch._dynamo.reset()
+        options = {"target": target} | wrong
+        loss = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
+        with pytest.raises(RuntimeError, match=f"cross_entropy: {next(iter(wrong))} must"):
+            loss(x, **options)
+    # No kernel reads the targets: their loss is NaN, as on CUDA.
+    torch._dynamo.reset()
+    loss = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
+    assert loss(x, target + 9, weight=torch.ones(9)).to_local().isnan()
+
+
+@pytest.mark.slow
+def test_wrong_options_of_a_loss_of_classes_in_parts():
+    """The operators get others: a share of the smoothing, no z_loss, a part of the weights."""
+    run(2, body_of_wrong_options)
+
+
+def body_of_streams(shape, placements):
     """Parts have streams of their own, replicas one, whatever their generators."""
-    mesh, rank, ones = mesh_of((2,)), torch.distributed.get_rank(), torch.ones(64, 64)
+    mesh, rank, ones = mesh_of(shape), torch.distributed.get_rank(), torch.ones(64, 64)
     torch._dynamo.reset()
     drop = torch.compile(functional.dropout, fullgraph=True, backend="aot_eager")
-    for place in (Shard(0), Replicate()):
-        for seeds in ((7, 7), (7, 8)):
-            torch.manual_seed(seeds[rank])
-            x = distribute_tensor(ones, mesh, [place], src_data_rank=None).requires_grad_()
+    for places in placements:
+        for seed in (7, 7 + rank):
+            torch.manual_seed(seed)
+            x = distribute_tensor(ones, mesh, places, src_data_rank=None).requires_grad_()
             y = drop(x, 0.25)
             y.sum().backward()
             mine = y.to_local().detach()
             assert torch.equal(mine, x.grad.to_local())
-            others = [torch.empty_like(mine) for _ in range(2)]
+            place = torch.tensor(
+                [
+                    at if p.is_shard() else 0
+                    for at, p in zip(mesh.get_coordinate(), places, strict=True)
+                ]
+            )
+            others, there = (
+                [torch.empty_like(t) for _ in range(mesh.size())] for t in (mine, place)
+            )
             torch.distributed.all_gather(others, mine.contiguous())
-            assert torch.equal(*others) == (place == Replicate())
+            torch.distributed.all_gather(there, place)
+            for other, at in zip(others, there, strict=True):
+                assert torch.equal(other, mine) == torch.equal(at, place), (places, at, place)
 
 
 def test_streams_of_dropout():
-    run(2, body_of_streams)
+    run(2, body_of_streams, (2,), [[Shard(0)], [Replicate()]])
+
+
+@pytest.mark.slow
+def test_streams_of_dropout_on_a_mesh_of_two_dimensions():
+    """Replicas are of groups whose first process is not the first of all."""
+    run(4, body_of_streams, (2, 2), [[Shard(0), Replicate()]])

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,7 +94,7 @@ def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, *
         spread(t.to(dtype), mesh, place).requires_grad_()
         for t, place in zip(tensors, placements, strict=True)
     ]
-    options = given(options, torch.float32)
+    options = given(options, dtype)
     with Bytes() as counted:
         # Logits that may be overwritten are no leaves.
         loss = call(functional, *(p * 1.0 for p in parts), target_of(options), **options, **more)
@@ -102,6 +102,7 @@ def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, *
         dloss = spread(dloss, mesh, [R if p.is_partial() else p for p in loss.placements])
         found = torch.autograd.grad(loss, parts, dloss)
     for mine, right, stock in zip((loss, *found), ref, base, strict=True):
+        assert mine.dtype is stock.dtype
         numerics.assert_close(whole(mine), right, stock, case=f"{options} {more}")
     return found, counted.sent
 
@@ -120,11 +121,13 @@ def body_of_logits(names, reductions, dtype):
                 (gradient,), sent = check_parts([logits], [[S1]], *call, **more)
                 assert gradient.placements == (S1,)
                 numbers = 4 if "label_smoothing" in options else 3
-                assert sent == {"all_reduce": numbers * ROWS * 4}, (options, sent)
+                size = 8 if dtype is torch.float64 else 4
+                assert sent == {"all_reduce": numbers * ROWS * size}, (options, sent)
 
 
 def test_options_of_a_loss():
     run(2, body_of_logits, list(OPTIONS), ["mean", "none"], torch.float32)
+    run(2, body_of_logits, ["all"], ["mean"], torch.float64)
 
 
 @pytest.mark.slow
@@ -166,6 +169,41 @@ def test_products_of_16_bits(dtype):
     run(2, body_of_products, ["plain"], dtype)
 
 
+def body_of_moves():
+    """The rows are fewer bytes than the layer, and are moved; their gradients lie as they did."""
+    hidden, weight = drawn(ROWS, 6), drawn(40, 6, seed=1)
+    numbers, moved = 3 * ROWS * 4, hidden.nbytes
+
+    def of_parts(functions, h, w, target, **options):
+        if functions is functional:  # whose sum is h
+            half = h.to_local(grad_placements=[Partial()]) / 2
+            h = DTensor.from_local(half, h.device_mesh, [Partial()], run_check=False)
+        return functions.linear_cross_entropy(h, w, target, **options)
+
+    def of_rows(functions, *arguments, **options):
+        return functions.linear_cross_entropy(*arguments, **options)
+
+    for place, call, expected in (
+        (R, of_parts, {"all_reduce": numbers + 2 * moved}),
+        (
+            S0,
+            of_rows,
+            {
+                "all_gather_into_tensor": moved // 2,
+                "all_reduce": numbers,
+                "reduce_scatter_tensor": moved,
+            },
+        ),
+    ):
+        given = ([hidden, weight], [[place], [S0]], call, {}, mesh_of((2,)))
+        _, sent = check_parts(*given)
+        assert sent == expected
+
+
+def test_rows_that_lie_elsewhere():
+    run(2, body_of_moves)
+
+
 def body_of_four():
     """Rows and classes are split, or classes along both dimensions of the mesh."""
     mesh, logits = mesh_of((2, 2)), drawn(ROWS, CLASSES, scale=3.0)
@@ -197,7 +235,8 @@ def body_of_extremes():
     logits[3, 5] = math.nan
     logits[4] = logits[4] * 1e4
     target = torch.tensor([4, 4, 0, 0, 1])
-    for options in ({}, {"label_smoothing": 0.1}):
+    smoothed, weight = {"label_smoothing": 0.1}, torch.tensor([0.5, 0.0, 1.0, 2.0, 0.25, 1.0])
+    for options in ({}, smoothed, smoothed | {"softcap": 3.0}, smoothed | {"weight": weight}):
         results = []
         for x in (logits.clone(), spread(logits, mesh, [S1])):
             x = x.requires_grad_()
@@ -216,6 +255,32 @@ def body_of_extremes():
 
 def test_extremes():
     run(2, body_of_extremes)
+
+
+def body_of_overwritten():
+    mesh, logits = mesh_of((2,)), drawn(ROWS, CLASSES)
+
+    def loss_of(x):
+        return functional.cross_entropy(x, TARGET, inplace_backward=True)
+
+    for places in ([S0], [S1]):
+        x = spread(logits, mesh, places).requires_grad_()
+        saved = x.exp()  # its output
+        also = x * 1.0
+        more = also.sin().sum()  # its input
+        for loss in (loss_of(saved), loss_of(also) + more):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, x, retain_graph=True)
+        scaled = x * 1.0
+        loss = loss_of(scaled)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, x)
+
+
+def test_logits_that_were_written_over_are_refused():
+    """Where they were saved for another gradient, or are read by a second backward."""
+    run(2, body_of_overwritten)
 
 
 class Model(nn.Module):
@@ -288,8 +353,22 @@ def body_of_refusals(case):
         functional.cross_entropy(x, TARGET, torch.ones(5))
     if case == "smoothing":
         functional.cross_entropy(x, TARGET, label_smoothing=1.5)
+    if case == "a column":
+        functional.cross_entropy(x, TARGET[:, None])
+    if case == "three dimensions":  # by the first of which they are split
+        functional.cross_entropy(spread(drawn(4, 2, 9), mesh_of((2,)), [S0]), TARGET[:4])
+    mesh = mesh_of((2,))
+    wanted = spread(WEIGHT, mesh, [R]).requires_grad_()
     if case == "weight's gradient":
-        functional.cross_entropy(x, TARGET, spread(WEIGHT, mesh_of((2,)), [R]).requires_grad_())
+        functional.cross_entropy(x, TARGET, wanted)
+    hidden, layer = spread(drawn(8, 6), mesh, [R]), spread(drawn(9, 6), mesh, [S0])
+    if case == "linear: weight's gradient":
+        functional.linear_cross_entropy(hidden, layer, TARGET, weight=wanted)
+    if case == "linear: three dimensions":
+        functional.linear_cross_entropy(hidden.unflatten(0, (2, 4)), layer, TARGET.view(2, 4))
+    if case == "linear: bias":
+        bias = spread(drawn(9, 1), mesh, [S0])
+        functional.linear_cross_entropy(hidden, layer, TARGET, linear_bias=bias)
     loss = functional.cross_entropy(x, TARGET)
     torch.autograd.grad(loss, x, create_graph=True)
 
@@ -300,7 +379,12 @@ def body_of_refusals(case):
         ("target", "target must lie between 0 and 8 or be ignore_index, -100, got 9"),
         ("weight", r"weight must have shape \(9,\), got \(5,\)"),
         ("smoothing", "label_smoothing must"),
-        ("weight's gradient", "weight must not require a gradient"),
+        ("a column", r"cross_entropy: target must have shape \(8,\), got \(8, 1\)"),
+        ("three dimensions", r"cross_entropy: input must have shape .*, got \(4, 2, 9\)"),
+        ("weight's gradient", " cross_entropy: weight must not require a gradient"),
+        ("linear: weight's gradient", "linear_cross_entropy: weight must not require a gradient"),
+        ("linear: three dimensions", r"input must have shape .*, got \(2, 4, 6\)"),
+        ("linear: bias", r"linear_bias must have shape \(9,\), got \(9, 1\)"),
         ("second", "input must be redistributed to whole classes for second derivatives"),
     ],
 )

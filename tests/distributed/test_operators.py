@@ -391,6 +391,22 @@ def test_what_lies_elsewhere_is_moved():
     run(2, body_of_moves)
 
 
+def body_of_gathers():
+    mesh, x, upstream = mesh_of((2,)), torch.randn(4, 8), torch.randn(4, 8)
+    found = []
+    for is_async in (False, True):
+        rows = distribute_tensor(x, mesh, [S0], src_data_rank=None).requires_grad_()
+        y = functional.rms_norm(rows.redistribute(placements=[R], async_op=is_async), 8)
+        dy = distribute_tensor(upstream, mesh, [R], src_data_rank=None)
+        found.append(torch.autograd.grad(y, rows, dy)[0].full_tensor())
+    assert found[0].any() and torch.equal(*found)
+
+
+def test_tensors_of_collectives_on_their_way_keep_their_gradients():
+    """torch's tensor parallelism makes them."""
+    run(2, body_of_gathers)
+
+
 def body_of_streams():
     """Parts have streams of their own, replicas one, whatever their generators."""
     mesh, rank = mesh_of((2,)), torch.distributed.get_rank()

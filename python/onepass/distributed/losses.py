@@ -9,7 +9,7 @@ float64. The gradient needs no more than they: each process computes that of its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onepass._arguments import refuse_gradient
-from onepass._ops import linear_loss, loss
+from onepass._ops import decomposition, linear_loss, loss
 from onepass._ops.differentiation import is_differentiated_again
 
 _NONE = loss.REDUCTIONS["none"]
 _IGNORED = -100  # among places, none of which is negative
-_CHUNK_OF_CLASS = 1 << 10  # bytes of a chunk of logits on the CPU
+_CHUNK_OF_CLASS = 1 << 10  # bytes that a chunk of logits has of each class on the CPU
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Rows:
     Attributes:
         ignored: whether it does not count.
         here: whether the class is one of this process's.
-        place: of the class among these, 0 where it is not; _IGNORED.
+        place: of the class among these, 0 where it is another's, _IGNORED where the row is.
         of_target: the weight of the class, 0 where the row is ignored, NaN where it is no class.
         weight: of this process's classes, or None: all are 1.
         total: the sum of the weights of all classes.
@@ -92,7 +92,7 @@ class _Pieces:
     maximum: list[Tensor] = field(default_factory=list)
     exponentials: list[Tensor] = field(default_factory=list)  # relative to the maximum
     at_target: list[Tensor] = field(default_factory=list)  # the logit, without a softcap
-    below: list[Tensor] = field(default_factory=list)  # with smoothing: of w_c (lse - x_c)
+    below: list[Tensor] = field(default_factory=list)  # sum_c w_c (lse - x_c), for smoothing
 
 
 def cross_entropy(
@@ -106,13 +106,16 @@ def cross_entropy(
     """The loss of each row, in float32 (float64 for float64).
 
     Args:
-        logits: (rows, classes.count).
-        target: (rows,), of all classes.
+        logits: (rows, classes.count) or (classes.count,).
+        target: (rows,) or (), of all classes.
         weight: (classes.total,), or None.
         inplace: the backward writes the gradient over the logits.
     """
-    whole = logits.new_empty((logits.shape[0], classes.total), device="meta")
-    _check(_check_logits, weight, options, whole, target)
+    (weight,) = decomposition.wide(weight)
+    whole = logits.new_empty((*logits.shape[:-1], classes.total), device="meta")
+    _check("cross_entropy", weight, options, whole, target)
+    target = target.reshape(-1)
+    logits = logits.reshape(target.shape[0], classes.count)
     return _OfLogits.apply(logits, target, weight, classes, options, inplace)
 
 
@@ -130,33 +133,39 @@ def linear_cross_entropy(
     time; the backward computes them again.
 
     Args:
-        input: (rows, in_features).
+        input: (rows, in_features) or (in_features,).
         linear_weight, linear_bias: of this process's classes.
         casts: autocast's dtypes of input, and of linear_weight and linear_bias.
     """
-    whole = linear_weight.new_empty((classes.total, *linear_weight.shape[1:]), device="meta")
-    bias = None if linear_bias is None else linear_bias.new_empty(classes.total, device="meta")
-    _check(_check_product, weight, options, input, whole, target, bias)
+    (weight,) = decomposition.wide(weight)
+    layer = [
+        None if t is None else t.new_empty((classes.total, *t.shape[1:])[: t.dim()], device="meta")
+        for t in (linear_weight, linear_bias)
+    ]
+    _check("linear_cross_entropy", weight, options, input, layer[0], target, layer[1])
+    target = target.reshape(-1)
+    input = input.reshape(target.shape[0], input.shape[-1])
     operands = (input, linear_weight, linear_bias)
     return _OfProduct.apply(*operands, target, weight, classes, options, casts)
 
 
-def _check(check: Callable, weight: Tensor | None, options: Options, *tensors: Tensor) -> None:
-    """Errors are those of the whole call: an operator sees a part of the classes."""
+def _check(op: str, weight: Tensor | None, options: Options, *tensors: Tensor | None) -> None:
+    """Errors are those of the whole call: an operator gets a part of the classes.
+
+    A fake operator checks compiled calls. It may know sizes as symbols, which the check itself
+    does not take; nothing uses its results, so that no graph keeps it.
+    """
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        refuse_gradient("cross_entropy", "weight")
-    if not torch.compiler.is_compiling():
-        *tensors, weight = (None if t is None else t.to("meta") for t in (*tensors, weight))
-        check(*tensors, weight, *vars(options).values())
-
-
-def _check_logits(*call) -> None:
-    *call, z_loss = call
-    loss._forward_check(*call, _NONE, z_loss, None)
-
-
-def _check_product(*call) -> None:
-    linear_loss._check(*call, None, 0)
+        refuse_gradient(op, "weight")
+    compiling = torch.compiler.is_compiling()
+    call = [None if t is None else t.to("meta") for t in (*tensors, weight)]
+    *numbers, z_loss = vars(options).values()
+    if op == "cross_entropy":
+        check = loss._forward if compiling else loss._forward_check
+        check(*call, *numbers, _NONE, z_loss, None)
+    else:
+        check = linear_loss._op if compiling else linear_loss._check
+        check(*call, *numbers, z_loss, None, 0)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -201,8 +210,8 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
         losses, statistics, _ = loss._forward(logits, rows.place, weight, *of_loss)
         return losses.double(), statistics.double()
 
-    # All smoothing, and nothing of the targets: sum over the classes of (lse - x_c) / count. The
-    # factor of the exponentials, 1 over their sum, would also be of the weights.
+    # With a smoothing of 1 the loss is the mean of w_c (lse - x_c) over the classes, whatever the
+    # target. Without weights the factor that the operator keeps is 1 / exponentials.
     losses, (maximum, factor) = run(None, float(smooths))
     if smooths and weight is not None:
         losses, _ = run(weight, 1.0)
@@ -210,8 +219,8 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
     pieces.exponentials.append(factor.reciprocal())
     at_target = logits.gather(1, rows.column)[:, 0].double()
     pieces.at_target.append(at_target)
-    # The operator adds 0 times that logit.
-    losses = torch.where(at_target == -math.inf, rows.of_column * math.inf, losses)
+    if not options.softcap:  # the operator adds 0 times that logit
+        losses = torch.where(at_target == -math.inf, rows.of_column * math.inf, losses)
     pieces.below.append(losses * count)
 
 
@@ -227,11 +236,10 @@ def _merged(
     capped, _ = _softcapped(at_target, options.softcap)
     sums = [exponentials * (mine - maximum).exp(), capped.where(rows.here, 0.0)]
     if options.label_smoothing:
-        weights = classes.count if rows.weight is None else rows.weight.double().sum()
-        weights = torch.as_tensor(weights, dtype=torch.float64, device=mine.device)
-        relative = below + weights * (maximum - (mine + exponentials.log()))
-        nothing = torch.where(weights != 0, math.inf, 0.0)  # exp(x) is 0 for all classes here
-        sums.append(torch.where(mine == -math.inf, nothing, relative))
+        weights = mine.new_ones(classes.count) if rows.weight is None else rows.weight.double()
+        relative = below + weights.sum() * (maximum - (mine + exponentials.log()))
+        # Of classes whose exp(x) is all 0. An infinite distance, by a weight of 0, is NaN.
+        sums.append(torch.where(mine == -math.inf, (weights * math.inf).sum(), relative))
     sums = [s.masked_fill(rows.ignored, 0.0) for s in sums]
     sums = classes.reduced(torch.stack(sums).to(wide), "sum").double()
     exponentials, of_class = sums[0], sums[1]
@@ -349,7 +357,7 @@ class _OfProduct(torch.autograd.Function):
         rows = _rows("linear_cross_entropy", target, weight, classes, options)
         input, linear_weight, linear_bias = linear_loss._cast(*given, *casts)
         wide, needs = _accumulator(input.dtype), ctx.needs_input_grad
-        dinput, dweight, dbias = [], 0.0, 0.0
+        dinput, dweight, dbias = [], None, None
         with torch.autocast(input.device.type, enabled=False):
             for chunk, logits in _chunks(input, linear_weight, linear_bias):
                 if logits.dtype is torch.float16:  # a mean's gradients are subnormal there
@@ -361,9 +369,9 @@ class _OfProduct(torch.autograd.Function):
                 if needs[0]:
                     dinput.append(_product(gradient, linear_weight, wide))
                 if needs[1]:
-                    dweight = dweight + _product(gradient.t(), input[chunk], wide)
+                    dweight = _added(dweight, _product(gradient.t(), input[chunk], wide))
                 if needs[2]:
-                    dbias = dbias + gradient.sum(0, dtype=wide)
+                    dbias = _added(dbias, gradient.sum(0, dtype=wide))
         gradients = (torch.cat(dinput) if needs[0] else None, dweight, dbias)
         return (
             *(
@@ -372,6 +380,10 @@ class _OfProduct(torch.autograd.Function):
             ),
             *(None,) * 5,
         )
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total.add_(more)
 
 
 def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:

@@ -260,6 +260,8 @@ def _loss(entry: Callable, of_classes: Callable) -> Callable[[Given], Layout]:
 
     def rule(given: Given) -> Layout:
         input, reduction = given["input"], given["reduction"]
+        if input.dim() not in (1, 2):
+            return Layout({}, (), ())  # the entry refuses it
         dtype = _loss_dtype(given)
         wide = torch.float64 if input.dtype is torch.float64 else torch.float32
         rows = ("rows",) if input.dim() == 2 else ()
@@ -300,12 +302,18 @@ def _loss(entry: Callable, of_classes: Callable) -> Callable[[Given], Layout]:
             (rows,) if reduction == _NONE else ((None,),),
             [*_choices(rows), ("classes",)],
             summed=frozenset() if reduction == _NONE else frozenset({"rows"}),
+            overwritten=_overwritten(given),
             localize=localize,
             compute=compute,
             finish=None if reduction == _NONE else finish,
         )
 
     return rule
+
+
+def _overwritten(call: Given) -> frozenset[str]:
+    overwrites = call.get("inplace", False) and not torch.compiler.is_compiling()
+    return frozenset({"input"}) if overwrites else frozenset()
 
 
 def _options(call: Mapping[str, object]) -> losses.Options:
@@ -315,19 +323,15 @@ def _options(call: Mapping[str, object]) -> losses.Options:
 
 def _of_logits(call: Mapping[str, object], classes: losses.Classes) -> Tensor:
     """Losses of rows."""
-    input, target = call["input"], call["target"].reshape(-1)
-    input = input.reshape(target.shape[0], input.shape[-1])
-    options = (_options(call), call["inplace"])
-    return losses.cross_entropy(input, target, call["weight"], classes, *options)
+    tensors = (call["input"], call["target"], call["weight"])
+    return losses.cross_entropy(*tensors, classes, _options(call), call["inplace"])
 
 
 def _of_product(call: Mapping[str, object], classes: losses.Classes) -> Tensor:
-    input, target = call["input"], call["target"].reshape(-1)
-    input = input.reshape(target.shape[0], input.shape[-1])
-    layer = (call["linear_weight"], call["linear_bias"])
+    names = ("input", "linear_weight", "linear_bias", "target", "weight")
     casts = (call["cast"], call["cast_weight"])
-    weight, options = call["weight"], _options(call)
-    return losses.linear_cross_entropy(input, *layer, target, weight, classes, options, casts)
+    tensors = (call[name] for name in names)
+    return losses.linear_cross_entropy(*tensors, classes, _options(call), casts)
 
 
 def _loss_dtype(given: Given) -> torch.dtype:
@@ -344,7 +348,8 @@ def _weight_of(call: Mapping[str, object]) -> Tensor:
     counts = target != call["ignore_index"]
     if weight is None:
         return counts.sum()
-    return (weight.double()[target.where(counts, 0)] * counts).sum()
+    of_class = target.where(counts, 0).clamp(0, weight.shape[0] - 1)  # it may be no class
+    return (weight.double()[of_class] * counts).sum()
 
 
 RULES: dict[str, Callable[[Given], Layout]] = {

@@ -49,6 +49,7 @@ class Layout:
         even: of a name, a number that the processes must divide: whole groups of it.
         summed: names that results are sums over; each process has a part of the sum.
         written: tensors that are changed in place, and so cannot be moved.
+        overwritten: tensors over which the backward writes their gradients.
         localize: turns the other arguments into those of a part, in place.
         compute: what runs in place of the entry.
         finish: what is made of the results, DTensors, for the caller.
@@ -60,6 +61,7 @@ class Layout:
     even: Mapping[str, int] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+    overwritten: frozenset[str] = frozenset()
     localize: Callable[[dict, Parts], None] | None = None
     compute: Callable | None = None
     finish: Callable | None = None
@@ -117,7 +119,10 @@ def run(function: Callable, *args, **kwargs):
     chosen = _chosen(op, layout, tensors, mesh, parts)
     for name, tensor in tensors.items():
         names = layout.inputs.get(name, ())
-        _assign(given, name, _local(tensor, names, mesh, chosen))
+        local = _local(tensor, names, mesh, chosen)
+        if name in layout.overwritten and tensor.requires_grad and torch.is_grad_enabled():
+            local = _Overwritten.apply(local, tensor)
+        _assign(given, name, local)
     if layout.localize is not None and any(chosen):
         layout.localize(given, parts)
     with adjusted(functools.partial(_of_part, mesh, chosen)):
@@ -289,6 +294,21 @@ class _Waited(torch.autograd.Function):
         return gradient
 
 
+class _Overwritten(torch.autograd.Function):
+    """This process's part of a tensor over which the backward writes. Autograd counts a DTensor's
+    writes apart from those of its part, and is told of this one."""
+
+    @staticmethod
+    def forward(ctx, local, tensor):
+        ctx.save_for_backward(tensor)
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.autograd.graph.increment_version(ctx.saved_tensors)
+        return gradient, None
+
+
 def _wrapped(
     result: Tensor,
     names: Names,
@@ -325,8 +345,8 @@ def _of_part(mesh: DeviceMesh, chosen: list[Choice], seed: Tensor) -> Tensor:
         elif mesh.size(mesh_dim) > 1:
             group = mesh.get_group(mesh_dim)
             if torch.compiler.is_compiling():
-                of_first = collectives.broadcast(seed, dist.get_global_rank(group, 0), group)
-                seed = collectives.wait_tensor(of_first)
+                # Its `src` is a place in the group, not a rank of all processes.
+                seed = collectives.wait_tensor(collectives.broadcast(seed, 0, group))
             else:
                 dist.broadcast(seed, group=group, group_src=0)
     return seed + torch.tensor([0, part], device=seed.device) if part else seed
