@@ -23,12 +23,14 @@ import onepass
 from onepass import functional, numerics
 from onepass._ops import small_calls
 from tests.distributed import test_operators as operators
+from tests.distributed import test_training as training
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run
+from tests.distributed.test_training import WIDTH
 
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-WIDTH, HEADS, WORDS, LENGTH = 16, 4, 11, 8
+HEADS = 4
 KINDS = {"norm", "attention", "mlp"}
 
 
@@ -67,23 +69,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Network(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def network(swapped, blocks, dtype=torch.float32):
     torch.manual_seed(2)
-    model = Network(blocks).to(dtype)
+    model = training.Network(Block() for _ in range(blocks)).to(dtype)
     if swapped:
         kinds = {entry["kind"] for entry in onepass.swap(model).swapped}
         assert kinds >= (KINDS if blocks else {"norm"})
@@ -117,21 +105,9 @@ def in_parallel(model):
 
 def trained(model, call, rows=slice(None), steps=3, average=False):
     """(losses, the last gradients, parameters), by operators of ours also where they are small."""
-    generator = torch.Generator().manual_seed(1)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(steps):
-        tokens = torch.randint(WORDS, (4, LENGTH + 1), generator=generator)[rows]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(call(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        loss = loss.detach()
-        if average:
-            torch.distributed.all_reduce(loss)
-            loss = loss / torch.distributed.get_world_size()
-        losses.append(loss)
-    gradients = [whole(p.grad) for p in model.parameters()]
-    return torch.stack(losses), gradients, [whole(p) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, parameters = training.trained(model, optimizer, steps, rows, average, call)
+    return losses, [whole(p.grad) for p in model.parameters()], parameters
 
 
 def small_calls_too():

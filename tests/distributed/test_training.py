@@ -44,12 +44,12 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """A GPT's embedding, norms, products and head."""
+    """A GPT's embedding, blocks, norm and head."""
 
-    def __init__(self):
+    def __init__(self, blocks):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 def network(dtype=torch.float32):
     torch.manual_seed(2)
-    return Network().to(dtype)
+    return Network(Block() for _ in range(2)).to(dtype)
 
 
 def in_sequence_parallel(model):
@@ -79,13 +79,14 @@ def in_sequence_parallel(model):
     return parallelize_module(model, mesh, plan)
 
 
-def trained(model, optimizer, steps, rows=slice(None), average=False):
-    """(losses, parameters) after the steps."""
+def trained(model, optimizer, steps, rows=slice(None), average=False, call=None):
+    """(losses, parameters) after the steps; `call` runs the model, by default it is the model."""
+    call = model if call is None else call
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=generator)[rows]
         optimizer.zero_grad()
-        logits = model(tokens[:, :-1])
+        logits = call(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
