@@ -28,6 +28,7 @@ from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run
 from tests.distributed.test_training import WIDTH
 
+# The compiler warns of side effects in collectives and hooks, which are torch's.
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 HEADS = 4
