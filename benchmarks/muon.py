@@ -2,17 +2,21 @@
 the time of a step of Muon against torch's.
 
     python benchmarks/muon.py [--steps 300] [--seeds 1] [--rates 1e-3 2e-3] [--optimizers muon]
+    python benchmarks/muon.py --equal-time --rates 2e-3 16e-3
     python benchmarks/muon.py --speed [--dtypes bfloat16 float32] [--matrices "one of 768x768"]
 
-Prints the loss on held-out text and the optimizer's share of the time. Losses hardly depend on the
-machine; times do, and need a quiet one.
+Prints the loss on held-out text and the optimizer's share of the time. With --equal-time, AdamW
+then trains again, at its best rate, for as long as Muon took at its best. Losses hardly depend on
+the machine; times do, and need a quiet one.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,6 +25,7 @@ import onepass
 from onepass.bench.harness import machine_facts, measure_pairs
 from onepass.compare.data import Batches, held_out_batch, load_text
 from onepass.compare.model import GPT, Sizes
+from onepass.optim import muon
 
 SIZES = Sizes(layers=4, heads=4, width=128, block=128, batch=16)
 HELD_OUT = 320  # sequences
@@ -43,8 +48,15 @@ def optimizer_of(name: str, model: nn.Module, lr: float) -> torch.optim.Optimize
     return onepass.optim.MuonWithAdamW(groups, lr=lr, weight_decay=0.1)
 
 
-def train(name: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
-    """(held-out loss, the optimizer's share of the time)."""
+class Run(NamedTuple):
+    """A run of training: what it took, and what it reached."""
+
+    held_out: float  # loss
+    seconds: float
+    share: float  # of the optimizer in the time
+
+
+def train(name: str, lr: float, seed: int, steps: int) -> Run:
     torch.manual_seed(seed)
     text, model = load_text(), GPT(SIZES)
     batches = Batches(text, SIZES.block, SIZES.batch, seed)
@@ -60,29 +72,49 @@ def train(name: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
         optimizer.step()
         stepping += time.perf_counter() - before
         scheduler.step()
-    share = stepping / (time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
     with torch.no_grad():
         held_out = [part.split(SIZES.batch) for part in held_out_batch(text, SIZES.block, HELD_OUT)]
         losses = [model(*chunk) for chunk in zip(*held_out, strict=True)]
-    return float(torch.stack(losses).mean()), share
+    return Run(float(torch.stack(losses).mean()), seconds, stepping / seconds)
 
 
-def steps_of(shapes: list[tuple[int, int]], dtype: str) -> Iterator[tuple[str, object]]:
-    """A step of torch's Muon, whose products are bfloat16, and of ours with products in `dtype`."""
+def show_training(name: str, lr: float, seed: int, steps: int) -> Run:
+    run = train(name, lr, seed, steps)
+    print(
+        f"{name} lr={lr:g} seed={seed}: held out {run.held_out:.3f} after {steps} steps in "
+        f"{run.seconds:.1f} s, optimizer {run.share:.1%} of the time",
+        flush=True,
+    )
+    return run
+
+
+def steps_of(shapes: list[tuple[int, int]], dtype: str) -> dict[str, Callable[[], object]]:
+    """A step of torch's Muon, whose products are bfloat16, and of ours with products in `dtype`;
+    and the products of ours alone."""
     made = {"torch": torch.optim.Muon, "onepass": onepass.optim.Muon}
+    steps = {}
     for name, cls in made.items():
         params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
         for param in params:
             param.grad = torch.randn_like(param)
-        yield name, cls(params, **({"ns_dtype": dtype} if name == "onepass" else {})).step
+        steps[name] = cls(params, **({"ns_dtype": dtype} if name == "onepass" else {})).step
+    with mock.patch.object(muon, "orthogonalized", wraps=muon.orthogonalized) as products:
+        steps["onepass"]()
+    calls = [call.args for call in products.call_args_list]
+    return steps | {"products": lambda: [muon.orthogonalized(*args) for args in calls]}
 
 
 def show_speed(dtypes: list[str], matrices: list[str]) -> None:
     for dtype in dtypes:
         for what in matrices:
-            steps = dict(steps_of(MATRICES[what], dtype))
-            timing = measure_pairs(steps, rounds=7, seconds=2.0)
-            print(f"{what}, {dtype}: {timing.ratio('onepass', 'torch')} times as fast", flush=True)
+            timing = measure_pairs(steps_of(MATRICES[what], dtype), rounds=7, seconds=2.0)
+            share = timing.ratio("onepass", "products").median
+            print(
+                f"{what}, {dtype}: {timing.ratio('onepass', 'torch')} times as fast; products "
+                f"{share:.0%} of the step",
+                flush=True,
+            )
     print(" | ".join(f"{name} {value}" for name, value in machine_facts().items()))
 
 
@@ -93,6 +125,7 @@ def main() -> None:
     add("--seeds", type=int, default=1)
     add("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
     add("--rates", nargs="+", type=float, default=RATES)
+    add("--equal-time", action="store_true", help="AdamW once more, for as long as Muon took")
     add("--speed", action="store_true", help="times steps, and trains nothing")
     add("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     add("--matrices", nargs="+", choices=MATRICES, default=list(MATRICES))
@@ -100,15 +133,22 @@ def main() -> None:
     if args.speed:
         show_speed(args.dtypes, args.matrices)
         return
+    if args.equal_time and set(args.optimizers) != set(OPTIMIZERS):
+        parser.error("--equal-time needs both optimizers.")
+    best: dict[str, tuple[Run, float]] = {}
     for name in args.optimizers:
         for lr in args.rates:
-            for seed in range(args.seeds):
-                held_out, share = train(name, lr, seed, args.steps)
-                print(
-                    f"{name} lr={lr:g} seed={seed}: held out {held_out:.3f}, optimizer "
-                    f"{share:.1%} of the time",
-                    flush=True,
-                )
+            runs = [show_training(name, lr, seed, args.steps) for seed in range(args.seeds)]
+            mean = Run(*(sum(values) / len(runs) for values in zip(*runs, strict=True)))
+            best[name] = min(best.get(name, (mean, lr)), (mean, lr))
+    if args.equal_time:
+        (adamw, lr), (best_muon, _) = best["adamw"], best["muon"]
+        # A step apart from its optimizer is the same for both: the shares say how their times
+        # compare, also where the machine changed its speed between the runs.
+        steps = round(args.steps * (1 - adamw.share) / (1 - best_muon.share))
+        print("As long as muon took:", flush=True)
+        for seed in range(args.seeds):
+            show_training("adamw", lr, seed, steps)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import onepass
 from onepass import numerics
@@ -66,6 +67,11 @@ from onepass.functional import attention_with_kv_cache, scaled_dot_product_atten
 QUICK_STEPS = 30
 SHOWN = 4  # sequences whose text is printed
 TABLE_WIDTH = 160
+READ = "read"  # the variant that only reads memory, beside WAYS
+PARTS = {  # of a token's time: operators that do not call each other
+    "linear layers": ("aten::linear", "onepass::linear"),
+    "attention": ("aten::scaled_dot_product_attention", "onepass::attention_decode_append"),
+}
 
 
 # ---- the attention of a layer, with a cache: the two ways ---------------------------------------
@@ -116,7 +122,7 @@ class Writer:
     """Continues prompts greedily, in one of the ways, with its own caches."""
 
     def __init__(self, model: GPT, sizes: Sizes, batch: int, attention: Callable[..., Tensor]):
-        self.model, self.heads, self.attention = model, sizes.heads, attention
+        self.model, self.sizes, self.attention = model, sizes, attention
         shape = (batch, sizes.heads, sizes.block, sizes.width // sizes.heads)
         zeros = partial(torch.zeros, shape, dtype=model.tokens.weight.dtype)
         self.caches = [(zeros(), zeros()) for _ in model.blocks]
@@ -151,14 +157,21 @@ class Writer:
     def cache_bytes(self) -> int:
         return sum(cache.nbytes for pair in self.caches for cache in pair)
 
+    def read_bytes(self, used: int) -> int:
+        """What a token must read: the weights but the table of positions, of which it takes a row,
+        and the first `used` rows of the caches."""
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        caches = self.cache_bytes() * used // self.sizes.block
+        return weights - self.model.positions.weight.nbytes + caches
+
     @torch.inference_mode()
     def _logits(self, tokens: Tensor, used: int) -> Tensor:
         """The logits (batch, 1, 256) of the byte after tokens (batch, seq), which follow `used`
         cached ones: the GPT's forward, without dropout."""
-        model, (batch, seq) = self.model, tokens.shape
+        model, heads, (batch, seq) = self.model, self.sizes.heads, tokens.shape
         x = model.tokens(tokens) + model.positions(torch.arange(used, used + seq))
         for block, (k_cache, v_cache) in zip(model.blocks, self.caches, strict=True):
-            qkv = block.attention.qkv(block.norm_attention(x)).view(batch, seq, 3, self.heads, -1)
+            qkv = block.attention.qkv(block.norm_attention(x)).view(batch, seq, 3, heads, -1)
             query, key, value = qkv.permute(2, 0, 3, 1, 4)
             y = self.attention(query, key, value, k_cache, v_cache, used)
             x = x + block.attention.out(y.transpose(1, 2).reshape(batch, seq, -1))
@@ -207,31 +220,59 @@ class Comparison:
     def measure(self, table: Table, **effort: float) -> dict[str, dict]:
         """Times both ways in turn, prefill and decode apart; adds rows to the table.
 
-        Returns each phase's milliseconds, and how many times as fast ours is.
+        Decoding is timed beside a plain read of the bytes that its tokens must read: what that is
+        times faster than stock bounds every way. Returns each phase's milliseconds, and how many
+        times as fast ours is.
         """
         found = {}
         seq, steps = self.prompt.shape[1], self.count - 1  # prefill writes the first byte
         first = self.written["stock"][:, :1]
         prefill = {n: partial(w.prefill, self.prompt) for n, w in self.writers.items()}
         decode = {n: partial(w.decode, first, seq, steps) for n, w in self.writers.items()}
+        token_bytes = self.writers["stock"].read_bytes(seq + (steps + 1) // 2)
+        decode[READ] = partial(read, torch.ones(token_bytes // 4), steps)
         for phase, rows, functions in (("prefill", seq, prefill), ("decode", steps, decode)):
             timing = measure_pairs(functions, **effort)
             found[phase] = {"sequences": self.batch, "rows": rows}
             found[phase] |= {f"{name}_ms": 1e3 * timing.median(name) for name in functions}
             found[phase]["times_as_fast"] = timing.ratio("onepass", "stock").to_dict()
-            for name, writer in self.writers.items():
+            if READ in functions:
+                found[phase]["shares"] = {name: shares(functions[name]) for name in WAYS}
+                found[phase]["bytes"] = token_bytes * steps
+                found[phase]["read_times_as_fast"] = timing.ratio(READ, "stock").to_dict()
+            for name in functions:
                 median, low, high = (1e3 * timing.percentile(name, p) for p in (50, 10, 90))
+                writer = self.writers.get(name)
                 table.add_row(
                     self.name,
                     f"{phase} {self.batch} x {rows}",
-                    name,
+                    name if writer else f"a read of {token_bytes / 1e6:.0f} MB a token",
                     f"{median:.4g} [{low:.4g}-{high:.4g}]",
                     f"{1e3 * self.batch * rows / median:,.0f}",
                     "1" if name == "stock" else str(timing.ratio(name, "stock")),
-                    f"{writer.cache_bytes():,}",
-                    end_section=name == "onepass",
+                    f"{writer.cache_bytes():,}" if writer else "",
+                    end_section=name == list(functions)[-1],
                 )
         return found
+
+
+def read(memory: Tensor, times: int) -> None:
+    for _ in range(times):
+        memory.sum()
+
+
+def shares(function: Callable[[], object]) -> dict[str, float]:
+    """Where a call's time goes, by torch's profiler, which makes the rest larger than it is."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        function()
+    events = profiled.key_averages()
+    times = dict.fromkeys(PARTS, 0.0)
+    for event in events:
+        for part, operators in PARTS.items():
+            times[part] += event.cpu_time_total * (event.key in operators)
+    total = sum(event.self_cpu_time_total for event in events)
+    times["rest"] = total - sum(times.values())
+    return {part: time / total for part, time in times.items()}
 
 
 def as_text(tokens: Tensor) -> str:
@@ -333,6 +374,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"large: {large.layers} layers, {large.heads} heads, width {large.width}, caches of "
         f"{large.block} rows, as initialised."
     )
+    for name, parts in found["large"]["decode"]["shares"].items():
+        text = ", ".join(f"{part} {share:.0%}" for part, share in parts.items())
+        print(f"A token of the large GPT by {name}: {text}.")
     if args.quick:
         print("--quick: tiny sizes, a trial. These figures measure nothing.")
     print(" | ".join(f"{name} {value}" for name, value in machine_facts().items()))

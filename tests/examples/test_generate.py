@@ -39,8 +39,12 @@ def test_as_a_command():
     stock, ours = texts(run.stdout)
     assert stock == ours and [len(text) for text in stock] == [16] * 4
     assert "Same: 4 x 16 bytes" in run.stdout
-    for row in ("small *prefill 4 x 16", "small *decode 4 x 15", "large *prefill 4 x 48"):
+    for row in ("small *prefill 4 x 16", "large *prefill 4 x 48"):
         assert len(re.findall(row, run.stdout)) == 2  # of stock and of onepass
+    assert len(re.findall("small *decode 4 x 15", run.stdout)) == 3  # and of a read
+    for way in ("stock", "onepass"):
+        parts = re.findall(rf"GPT by {way}: .* (\d+)%, .* (\d+)%, .* (\d+)%", run.stdout)
+        assert abs(sum(map(int, *parts)) - 100) <= 1
     caches = 2 * 2 * 4 * 64 * 32 * 4  # keys and values, layers, batch, block, width, float32
     assert len(re.findall(f"large .* {caches:,} *$", run.stdout, re.M)) == 4
 
@@ -52,6 +56,14 @@ def test_a_prompt_of_ones_own(generate, capsys, tmp_path):
     decode = found["models"]["large"]["decode"]
     assert decode["rows"] == 1 and decode["stock_ms"] > 0 and decode["onepass_ms"] > 0
     assert decode["times_as_fast"]["low"] <= decode["times_as_fast"]["median"]
+    assert decode["read_ms"] > 0
+    assert all(min(shares.values()) > 0 for shares in decode["shares"].values())
+    large = generate.QUICK_SPEED
+    weights = sum(p.numel() for p in generate.GPT(large).parameters())
+    weights -= large.block * large.width  # the positions
+    rows = large.block - 2 + 1  # before the second byte
+    caches = 2 * large.layers * 2 * rows * large.width  # keys and values of two sequences
+    assert decode["bytes"] == 4 * (weights + caches)
     assert found["options"]["dtype"] == "float32" and found["machine"]["threads"] == 1
     assert generate.main([*flags, "--json", str(tmp_path)]) == 2
     assert "generate: --json cannot be written" in capsys.readouterr().err

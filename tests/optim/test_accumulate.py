@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.optim import fused_accumulate
+from onepass.optim import accumulate, fused_accumulate
 from tests.optim.cases import BF16, F16, F32, assert_same, snapshot
 
 OPTIMIZERS = {
@@ -97,6 +97,27 @@ def test_a_step_with_sums_is_that_of_the_loop(dtype, name):
         assert sums.sum_of(model.first.weight) is None
         by_hand(plain, reference, number, 3)
     assert_same(snapshot(optimizer), snapshot(reference))
+
+
+def test_a_gradient_is_added_as_it_is(monkeypatch):
+    """Once, by the operator whose traffic is counted under the emulator, and not as a copy."""
+    weight = torch.ones(64, 64, dtype=BF16, requires_grad=True)
+    made = []
+    weight.register_post_accumulate_grad_hook(lambda p: made.append(p.grad.data_ptr()))
+    fused_accumulate(onepass.optim.SGD([weight], lr=0.1, master="fp32"))
+    weight.sum().backward()  # the first gradient becomes the sum
+    added = []
+    step = accumulate._ops.optimizer_step
+    monkeypatch.setattr(
+        accumulate._ops,
+        "optimizer_step",
+        lambda ran, algorithm, table, gradients, *args, **options: (
+            added.extend(gradients),
+            step(ran, algorithm, table, gradients, *args, **options),
+        ),
+    )
+    weight.sum().backward()
+    assert [(g.dtype, g.data_ptr()) for g in added] == [(BF16, made[1])]
 
 
 def test_the_documented_loop_with_float32_parameters():

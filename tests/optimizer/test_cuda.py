@@ -427,6 +427,15 @@ def test_one_pass_of_the_other_algorithms(emulator):
             assert counted["written"] == (written + zero) * elements + 2 * BLOCK_WRITTEN + COUNT
 
 
+def test_adding_a_gradient_of_16_bits_is_one_pass(emulator):
+    """As in `fused_accumulate`: a step of SGD on float32 sums, here with another rate."""
+    elements = 2 * PIECE
+    tensors, plain = [make(elements, F32, BF16, moments=0)], hyper({"momentum": 0.0})
+    counted = on_cuda(Step(SGD, tensors, plain), emulator)
+    assert counted["read"] == 6 * elements + 2 * BLOCK_READ + COUNT
+    assert counted["written"] == 4 * elements + 2 * BLOCK_WRITTEN + COUNT
+
+
 # ---- the norm of gradients, and their scaling ----------------------------------------------------
 
 ORDERS = (1.0, 2.0, INF)
