@@ -151,26 +151,33 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         for shape in FEW_ROWS_CACHED:
             yield _case(shape, dtype, "forward")
     yield from (_case(SMALL, torch.float32, phase) for phase in OF_MANY_ROWS)
-    yield _case(SMALL, torch.float32, "forward", backward=True)
+    yield _case(SMALL, torch.float32, "forward", graph=True)
+    yield _case(SMALL, torch.float32, "forward", graph=True, backward=True)
     for dtype in (torch.float32, torch.bfloat16):
         yield _case(LARGE, dtype, "forward")
 
 
 def _case(
-    shape: tuple[int, int, int], dtype: torch.dtype, phase: str, backward: bool = False
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    phase: str,
+    graph: bool = False,
+    backward: bool = False,
 ) -> Case:
+    """`graph`: a call records what a backward needs."""
     rows, in_features, out_features = shape
     operator, sizes_of = PHASES[phase]
-    if backward:
+    if graph:
         operator = replace(operator, optional={})  # oneDNN's has no gradient
     few = shape in FEW_ROWS + FEW_ROWS_CACHED
     elementwise = phase == "dgelu"
     multiplies = not (few or elementwise or shape == SMALL)
+    recorded = "+backward" if backward else "+graph" if graph else ""
     return Case(
         f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}"
-        f"{'+backward' if backward else ''}",
+        f"{recorded}",
         operator,
-        lambda: [torch.randn(s).to(dtype).requires_grad_(backward) for s in sizes_of(*shape)],
+        lambda: [torch.randn(s).to(dtype).requires_grad_(graph) for s in sizes_of(*shape)],
         backward=backward,
         tensors=3 if elementwise and shape != SMALL else None,
         cold=shape in FEW_ROWS,
