@@ -4,9 +4,8 @@
     make wheels ARGS="--pythons 3.12 --cuda OFF"   # some Pythons, for the CPU alone
     make wheels ARGS="--try 2.10.0 2.13.0"         # and install each beside these versions of torch
 
-The op libraries know nothing of Python and are compiled once. auditwheel names the oldest glibc
-that a wheel runs with, which is that of the machine: releases are built in a container of
-manylinux_2_28, whose compiler keeps to symbols of that glibc.
+The op libraries know nothing of Python and are compiled once. The wheels are manylinux_2_28, also
+where the system is newer: `old_glibc` has them linked for that glibc, and auditwheel checks it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
+import old_glibc
 import onepass_build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +56,10 @@ def main() -> None:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
+    try:
+        options.link = old_glibc.link_options(BUILD.parent / old_glibc.PLATFORM)
+    except old_glibc.CannotLink as error:
+        sys.exit(f"wheels: {error}")
     archive = onepass_build.build_sdist(os.fspath(options.out))
     run([sys.executable, "-m", "twine", "check", "--strict", options.out / archive])
     for python in filter(None, pythons.values()):
@@ -75,11 +82,13 @@ def found(version: str) -> str | None:
 
 
 def build(python: str, options: argparse.Namespace) -> Path:
-    """Builds the wheel of a Python and returns the one for all Linux systems that it can run on."""
+    """Builds the wheel of a Python and returns the one that auditwheel has checked and repaired."""
     defines = {
         "ONEPASS_CUDA": options.cuda,
         "ONEPASS_CUDA_ARCHS": options.archs,
         "CMAKE_CUDA_FLAGS": "--compress-mode=size",  # nvcc's, from 12.8 on
+        "CMAKE_SHARED_LINKER_FLAGS": shlex.join(options.link),
+        "CMAKE_MODULE_LINKER_FLAGS": shlex.join(options.link),
     }
     settings = [f"build-dir={BUILD}"]  # shared by all Pythons: common objects are made once
     # In the build environment of another Python, scikit-build-core would delete the objects that it
@@ -95,12 +104,28 @@ def build(python: str, options: argparse.Namespace) -> Path:
         command = [python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-deps", "--wheel-dir", raw]
         run(command + [f"--config-settings={text}" for text in settings], env=environment)
         command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", repaired]
+        command += ["--plat", f"{old_glibc.PLATFORM}_{platform.machine()}"]
         command += ["--strip", "--zip-compression-level", "9"]
         command += [f"--exclude=libtorch_{name}.so" for name in ("cpu", "cuda")]
-        run([*command, *raw.glob("*.whl")], env=environment)
+        (wheel,) = raw.glob("*.whl")
+        check_symbols(wheel, Path(folder))
+        run([*command, wheel], env=environment)
         (wheel,) = repaired.glob("*.whl")
         run([sys.executable, "-m", "twine", "check", "--strict", wheel])
         return Path(shutil.copy(wheel, options.out))
+
+
+def check_symbols(wheel: Path, folder: Path) -> None:
+    """Ends if a library needs a symbol without a version, which auditwheel does not look at."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                library = Path(archive.extract(name, folder))
+                if too_new := old_glibc.too_new(library):
+                    sys.exit(
+                        f"wheels: {library.name} needs {', '.join(too_new)}, which systems of "
+                        f"{old_glibc.PLATFORM} do not have"
+                    )
 
 
 def tried(python: str, wheel: Path, torch: str) -> str:
