@@ -104,7 +104,7 @@ def build(python: str, options: argparse.Namespace) -> Path:
         command = [python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-deps", "--wheel-dir", raw]
         run(command + [f"--config-settings={text}" for text in settings], env=environment)
         command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", repaired]
-        command += ["--plat", f"{old_glibc.PLATFORM}_{platform.machine()}"]
+        command += ["--only-plat", "--plat", f"{old_glibc.PLATFORM}_{platform.machine()}"]
         command += ["--strip", "--zip-compression-level", "9"]
         command += [f"--exclude=libtorch_{name}.so" for name in ("cpu", "cuda")]
         (wheel,) = raw.glob("*.whl")
