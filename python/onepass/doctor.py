@@ -16,7 +16,9 @@ import json
 import mmap
 import os
 import platform
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -69,11 +71,20 @@ def main(args: argparse.Namespace) -> int:
         width = max(len(line.name) for line in lines)
         for line in lines:
             mark = {True: "ok  ", False: "FAIL", None: "    "}[line.ok]
-            print(f"{mark} {line.name:<{width}}  {line.value}")
+            print(_folded(f"{mark} {line.name:<{width}}  ", line.value))
             if line.fix:
-                print(f"     {'':<{width}}  fix: {line.fix}")
+                print(_folded(f"     {'':<{width}}  ", f"fix: {line.fix}"))
         print(f"{len(failed)} failed" if failed else "everything is in order")
     return 1 if failed else 0
+
+
+def _folded(head: str, value: str) -> str:
+    """The line; in a terminal it is folded, and goes on under its value."""
+    room = shutil.get_terminal_size().columns - len(head)
+    if not sys.stdout.isatty() or room < 20:
+        return head + value
+    wrapper = textwrap.TextWrapper(width=room, break_long_words=False, break_on_hyphens=False)
+    return head + ("\n" + " " * len(head)).join(wrapper.wrap(value))
 
 
 def findings() -> Iterator[Line]:
