@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from onepass import bench
 from onepass.bench import case as cases
@@ -78,6 +79,18 @@ def test_the_table_shows_what_was_reached_and_has_no_column_without_goals(capsys
     assert "1.9x+ 1.1x? 120%-" in printed and "goal" in printed
     report.print_tables([row_of(Goal())])
     assert "goal" not in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_gets_every_cell_of_a_row_with_its_name(capsys, monkeypatch):
+    narrow = Console(width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(report, "Console", lambda: narrow)
+    report.print_tables([row_of(Goal(1.9, 1.1, 1.2))] * 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and lines.count(row_of(Goal()).case.name) == 2
+    cells = "; ".join(line.strip() for line in lines).split("; ")
+    for cell in ("ours us [p10-p90] 1000.0 [1000.0-1000.0]", "eager us 2000.0", "right 0.50"):
+        assert cells.count(cell) == 2
+    assert cells.count("goal 1.9x+ 1.1x? 120%-") == 2
 
 
 def test_measured_rows_have_their_goals(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -37,9 +38,9 @@ def print_tables(rows: Sequence[Row]) -> None:
     throughput = [row for row in rows if row.share is not None]
     overhead = [row for row in rows if row.share is None]
     if throughput:
-        console.print(_throughput_table(throughput))
+        _print(console, _throughput_table(throughput))
     if overhead:
-        console.print(_overhead_table(overhead))
+        _print(console, _overhead_table(overhead))
     for row in rows:
         if row.check:
             console.print(Text(f"WRONG: {row.case.name}: {row.check}", style="bold red"))
@@ -52,6 +53,24 @@ def print_tables(rows: Sequence[Row]) -> None:
             missing.setdefault(said, []).append(row.case.name)
     for (name, error), names in sorted(missing.items()):
         console.print(Text(f"{name} left out of {', '.join(names)}: {error}"))
+
+
+def _print(console: Console, table: Table) -> None:
+    """Prints the table; in a terminal too narrow for it a paragraph for each row, cells named."""
+    unlimited = console.options.update(max_width=10_000)
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        console.print(table)
+        return
+    names, *columns = table.columns
+    for name, *cells in zip(*(column.cells for column in (names, *columns)), strict=True):
+        lines = [f"[bold]{escape(str(name))}[/bold]"]
+        for column, cell in zip(columns, cells, strict=True):
+            words = escape(f"{column.header} {cell}")
+            if lines[1:] and len(lines[-1]) + len(words) + 2 < console.width:
+                lines[-1] += f"; {words}"
+            else:
+                lines.append(f"  {words}")
+        console.print("\n".join(lines), highlight=False)
 
 
 def _table(*columns: str) -> Table:
