@@ -24,6 +24,7 @@ from pathlib import Path
 
 import old_glibc
 import onepass_build
+from repack import repack
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "wheels"
@@ -103,14 +104,14 @@ def build(python: str, options: argparse.Namespace) -> Path:
         raw, repaired = Path(folder) / "raw", Path(folder) / "repaired"
         command = [python, "-m", "pip", "wheel", ROOT, "--quiet", "--no-deps", "--wheel-dir", raw]
         run(command + [f"--config-settings={text}" for text in settings], env=environment)
-        command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", repaired]
+        command = [sys.executable, "-m", "auditwheel", "repair", "--strip", "-w", repaired]
         command += ["--only-plat", "--plat", f"{old_glibc.PLATFORM}_{platform.machine()}"]
-        command += ["--strip", "--zip-compression-level", "9"]
         command += [f"--exclude=libtorch_{name}.so" for name in ("cpu", "cuda")]
         (wheel,) = raw.glob("*.whl")
         check_symbols(wheel, Path(folder))
         run([*command, wheel], env=environment)
         (wheel,) = repaired.glob("*.whl")
+        repack(wheel)
         run([sys.executable, "-m", "twine", "check", "--strict", wheel])
         return Path(shutil.copy(wheel, options.out))
 
