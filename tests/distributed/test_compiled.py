@@ -272,6 +272,33 @@ def test_wrong_options_of_a_loss_of_classes_in_parts():
     run(2, body_of_wrong_options)
 
 
+def body_of_rows():
+    """From the second number of rows on, a graph is for all that have as many chunks of 256."""
+    mesh, backend = mesh_of((2,)), Graphs("aot_eager")
+    torch._dynamo.reset()
+    loss = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=backend)
+    weight = torch.randn(24, 16)
+    for rows, graphs in ((300, 1), (310, 2), (512, 2), (600, 3), (301, 3)):
+        x, target = torch.randn(rows, 16), torch.randint(0, 24, (rows,))
+        results = []
+        for dtype in (torch.float64, torch.float32):
+            alone = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
+            F.cross_entropy(F.linear(*alone), target).backward()
+            results.append([t.grad for t in alone])
+        parts = [
+            distribute_tensor(t.detach(), mesh, [place], src_data_rank=None).requires_grad_()
+            for t, place in ((x, Replicate()), (weight, Shard(0)))
+        ]
+        loss(*parts, target).backward()
+        assert backend.graphs == graphs, f"{rows} rows: {backend.graphs}"
+        for mine, right, stock in zip(parts, *results, strict=True):
+            numerics.assert_close(whole(mine.grad), right, stock, case=f"{rows} rows")
+
+
+def test_a_loss_without_logits_of_other_numbers_of_rows():
+    run(2, body_of_rows)
+
+
 def body_of_streams(shape, placements):
     """Parts have streams of their own, replicas one, whatever their generators."""
     mesh, rank, ones = mesh_of(shape), torch.distributed.get_rank(), torch.ones(64, 64)

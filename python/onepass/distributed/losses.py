@@ -402,8 +402,11 @@ def _chunks(
     if not input.is_cpu:
         of_row = max(linear_weight.shape[0] * input.dtype.itemsize, 1)
         step = max(linear_loss.CHUNK_BYTES // of_row, linear_loss._FEWEST_ROWS)
-    for begin in range(0, max(input.shape[0], 1), step):
-        chunk = slice(begin, begin + step)
+    # Compiled, the number of chunks is fixed and that of rows is not: a range over the rows would
+    # fix them.
+    count = max(-(-input.shape[0] // step), 1)
+    for number in range(count):
+        chunk = slice(number * step, None if number == count - 1 else (number + 1) * step)
         yield chunk, F.linear(input[chunk], linear_weight, linear_bias)
 
 
