@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -17,10 +18,20 @@ Result = TypeVar("Result")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def _parameters(function: Callable) -> tuple[list[str], dict[str, object]]:
+    """Names of those that may be given by position; the defaults of all, `Parameter.empty` where
+    there is none."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return positional, {p.name: p.default for p in parameters}
+
+
 def placed(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Wraps a family's entry: a call whose first argument is a DTensor runs on each process's part,
     by the rule of the entry's name in `onepass.distributed.rules`, which is imported then.
     """
+
+    function.parameters = _parameters(function)  # here: the compiler would trace the signature
 
     @functools.wraps(function)
     def call(first: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Result:

@@ -107,11 +107,7 @@ def run(function: Callable, *args, **kwargs):
     from onepass.distributed.rules import RULES
 
     op = function.__name__
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    if "options" in given:
-        given["options"] = dict(given["options"])
+    given = _given(function, args, kwargs)
     layout = RULES[op](given)
     tensors = _tensors(given)
     mesh = _mesh(op, tensors)
@@ -126,7 +122,7 @@ def run(function: Callable, *args, **kwargs):
     if layout.localize is not None and any(chosen):
         layout.localize(given, parts)
     with adjusted(functools.partial(_of_part, mesh, chosen)):
-        results = (layout.compute or function)(*bound.args, **bound.kwargs)
+        results = _called(layout.compute or function, function, given)
     wrapped = [
         result if result is None else _wrapped(result, names, mesh, chosen, layout.summed, parts)
         for result, names in zip(_listed(results), layout.outputs, strict=True)
@@ -142,7 +138,27 @@ def same_on_all(drawn: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(drawn, mesh, [Replicate()] * mesh.ndim)
 
 
-_signature = functools.cache(inspect.signature)
+_NEEDED = inspect.Parameter.empty
+
+
+def _given(function: Callable, args: tuple, kwargs: dict) -> dict[str, object]:
+    """The arguments by name, as `inspect.Signature.bind` gives them, which takes ten times as long.
+    `options` are a dict of their own."""
+    positional, defaults = function.parameters
+    given = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+    is_missing = any(value is _NEEDED for value in given.values())
+    if is_missing or len(args) > len(positional) or len(given) > len(defaults):
+        inspect.signature(function).bind(*args, **kwargs)  # says what is wrong
+    if "options" in given:
+        given["options"] = dict(given["options"])
+    return given
+
+
+def _called(compute: Callable, function: Callable, given: dict[str, object]):
+    """compute, which has the parameters of function."""
+    positional, _ = function.parameters
+    keywords = {name: value for name, value in given.items() if name not in positional}
+    return compute(*(given[name] for name in positional), **keywords)
 
 
 def _listed(results) -> Sequence[Tensor | None]:
@@ -206,7 +222,11 @@ def _chosen(
             for choice in ((), *layout.choices)
             if all(_fits(name, layout, parts, count) for name in choice)
         ]
-        costs = [_cost(layout, tensors, mesh, mesh_dim, choice) for choice in open_choices]
+        costs = []
+        for choice in open_choices:
+            costs.append(_cost(layout, tensors, mesh, mesh_dim, choice))
+            if not costs[-1]:  # no other is better
+                break
         least = min(costs)
         if least == math.inf:
             names = " and ".join(sorted(layout.written))
@@ -237,13 +257,13 @@ def _cost(
     """Bytes that a process receives, for its choice along one dimension of the mesh."""
     cost, count = 0.0, mesh.size(mesh_dim)
     for name, tensor in tensors.items():
-        whole = tensor.numel() * tensor.element_size() * (count - 1) / count
         now = tensor.placements[mesh_dim] if isinstance(tensor, DTensor) else Replicate()
         then = _placement(layout.inputs.get(name, ()), choice)
         if now == then:
             continue
         if name in layout.written:
             return math.inf
+        whole = tensor.numel() * tensor.element_size() * (count - 1) / count
         cost += 1e-3  # of two that move no bytes, the one that leaves tensors where they are
         if now.is_replicate():  # its gradient is gathered
             cost += whole / 2 if tensor.requires_grad else 0.0
