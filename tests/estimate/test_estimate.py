@@ -28,7 +28,16 @@ MODES = {
 }
 
 
-def measured(make, optimizer_state, *, swap=False, dtype=None, autocast=False, checkpointing=False):
+def measured(
+    make,
+    optimizer_state,
+    *,
+    swap=False,
+    dtype=None,
+    autocast=False,
+    checkpointing=False,
+    lazy_logits=False,
+):
     """The peak of a real second step: the allocator's, and the memory in use before it."""
     torch.manual_seed(0)
     model, batch = make()
@@ -36,7 +45,7 @@ def measured(make, optimizer_state, *, swap=False, dtype=None, autocast=False, c
     if dtype:
         model, batch = model.to(dtype), cast(batch, dtype)
     if swap:
-        onepass.swap(model)
+        onepass.swap(model, lazy_logits=lazy_logits)
     if checkpointing:
         step.checkpoint(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -289,6 +298,45 @@ def test_the_loss_in_place_needs_no_gradient_of_the_logits():
     assert plain.peaks["backward"] - inplace.peaks["backward"] > 0.8 * LOGITS
 
 
+def worded():
+    """A Llama whose logits are its largest tensor."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=20_000,
+    )  # fmt: skip
+    tokens = torch.randint(0, 20_000, (2, 256))
+    return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def test_without_logits_as_with_data_and_near_what_is_measured():
+    found, real = (
+        onepass.estimate(worded, swap=True, lazy_logits=True, real=real) for real in (False, True)
+    )
+    assert found.peaks["forward"] == real.peaks["forward"]
+    assert found.activations == real.activations
+    made = onepass.estimate(worded, swap=True)
+    logits, weight = 2 * 256 * 20_000 * 4, 20_000 * 64 * 4  # whose gradient the forward computes
+    assert made.activations - found.activations > logits - 1.1 * weight
+    taken = measured(worded, found.optimizer_state, swap=True, lazy_logits=True)
+    assert abs(found.peak / taken - 1) <= NEAR, f"{found.peak:,} of {taken:,}"
+
+
+def test_logits_that_the_model_reads_are_made():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.batch = worded()
+
+        def forward(self, scale):
+            output = self.model(**self.batch)
+            return output.loss + scale * output.logits.square().mean()
+
+    options = dict(batch=torch.ones(()), swap=True)
+    lazy, made = (onepass.estimate(Reading(), lazy_logits=x, **options) for x in (True, False))
+    assert lazy.activations > 0.9 * made.activations
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_states_are_those_that_each_optimizer_makes(dtype):
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(dtype)
@@ -392,6 +440,8 @@ def test_messages():
         onepass.estimate(3)
     with pytest.raises(ValueError, match="estimate: kinds must come with swap=True, got 'norm'"):
         onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), kinds="norm")
+    with pytest.raises(ValueError, match="estimate: lazy_logits must come with swap=True"):
+        onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), lazy_logits=True)
     frozen = nn.Linear(8, 8).requires_grad_(False)
     with pytest.raises(RuntimeError, match="estimate: model must have a parameter that requires"):
         onepass.estimate(frozen, torch.randn(8, 8))

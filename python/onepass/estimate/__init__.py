@@ -27,6 +27,7 @@ def estimate(
     autocast: bool = False,
     checkpointing: bool = False,
     inplace_loss: bool = False,
+    lazy_logits: bool = False,
     real: bool = False,
 ) -> Estimate:
     """The memory that a training step of a model will take on the CPU, at its peak and in parts.
@@ -52,6 +53,8 @@ def estimate(
         checkpointing: each layer is recomputed in the backward: by transformers' or diffusers' own
             switch, else the elements of the outermost lists of modules.
         inplace_loss: with swap, onepass's cross entropy writes its gradient over the logits.
+        lazy_logits: as `onepass.swap(model, lazy_logits=True)`: models of transformers compute the
+            loss without their logits, which nothing else reads.
         real: runs the step with its data, on a copy of the model: for models that read values.
 
     Returns:
@@ -77,6 +80,8 @@ def estimate(
         raise TypeError(f"estimate: model must be a module or a function, got {kind}")
     if kinds is not None and not swap:
         raise ValueError(f"estimate: kinds must come with swap=True, got {kinds!r}")
+    if lazy_logits and not swap:
+        raise ValueError("estimate: lazy_logits must come with swap=True")
     if isinstance(model, torch.nn.Module):
         given = subject.Subject(model, batch, real=real)
     else:
@@ -89,6 +94,7 @@ def estimate(
         autocast=autocast,
         checkpointing=checkpointing,
         inplace_loss=inplace_loss,
+        lazy_logits=lazy_logits,
     )
     try:
         found = step.run(given, options, {"": optimizer})

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedFakeTensorException,
 )
 
@@ -39,6 +40,7 @@ from onepass.estimate.timeline import (
     Timeline,
     tensors_of,
 )
+from onepass.optim import muon
 from onepass.optim.attempt import Attempt
 from onepass.optim.states import StateOptimizer
 
@@ -52,6 +54,7 @@ class Options:
     autocast: bool = False  # to bfloat16
     checkpointing: bool = False
     inplace_loss: bool = False
+    lazy_logits: bool = False  # as of `onepass.swap`
     rows: int | None = None  # of the batch; None: unchanged
 
 
@@ -108,8 +111,25 @@ class Step:
         return max(self.peaks(optimizer).values())
 
 
-def run(subject: Subject, options: Options, makes: Mapping[str, optimizers.Make]) -> Step:
+@dataclass
+class Trace:
+    """What a run saw, beside its result."""
+
+    events: dict[str, list[tuple[str, dict[str, int]]]] = field(default_factory=dict)
+    kept: list[Kept] = field(default_factory=list)  # in the order of the forward
+
+
+def run(
+    subject: Subject,
+    options: Options,
+    makes: Mapping[str, optimizers.Make],
+    trace: Trace | None = None,
+) -> Step:
     """Runs a step.
+
+    Args:
+        makes: the optimizers whose steps are run, by name.
+        trace: is filled.
 
     Raises:
         BadInput: the model cannot be run like that; the message says why.
@@ -117,7 +137,7 @@ def run(subject: Subject, options: Options, makes: Mapping[str, optimizers.Make]
     model = subject.model(options.dtype)
     swapped: Counter[str] = Counter()
     if options.kinds is None or options.kinds:
-        report = onepass.swap(model, kinds=options.kinds)
+        report = onepass.swap(model, kinds=options.kinds, lazy_logits=options.lazy_logits)
         swapped = Counter(entry["kind"] for entry in report.swapped)
     if options.checkpointing:
         checkpoint(model)
@@ -125,13 +145,19 @@ def run(subject: Subject, options: Options, makes: Mapping[str, optimizers.Make]
     with contextlib.ExitStack() as ending:
         ending.enter_context(torch.random.fork_rng(devices=()))
         ending.enter_context(subject.in_force(model))
+        if options.lazy_logits and subject.fake:
+            from onepass.integrations.transformers import lazy_logits
+
+            ending.enter_context(lazy_logits.also_of(FakeTensor))
         if options.inplace_loss:
             ending.enter_context(_inplace_losses())
-        return _run(subject, model, batch, options, makes, swapped)
+        return _run(subject, model, batch, options, makes, swapped, trace)
 
 
-def _run(subject, model, batch, options, makes, swapped) -> Step:
+def _run(subject, model, batch, options, makes, swapped, trace) -> Step:
     timeline = Timeline(subject.fake, model)
+    if trace:
+        timeline.events = trace.events
     weights = list(model.parameters())
     trained = [parameter for parameter in weights if parameter.requires_grad]
     if not trained:
@@ -147,6 +173,8 @@ def _run(subject, model, batch, options, makes, swapped) -> Step:
         with timeline.saving():
             loss = _loss(model, batch, options.autocast)
         kept, saved = _kept(timeline, loss, model)
+        if trace:
+            trace.kept = kept
         timeline.enter(BACKWARD)
         loss.backward()
         del loss
@@ -167,7 +195,7 @@ def _run(subject, model, batch, options, makes, swapped) -> Step:
         parameters=sum(parameters.values()),
         others=there - sum(parameters.values()),
         gradients=gradients,
-        kept=kept,
+        kept=largest_first(kept),
         activations=sum(item.nbytes for item in kept),
         saved=saved,
         forward=timeline.peaks[FORWARD],
@@ -186,7 +214,8 @@ def _loss(model: nn.Module, batch, autocast: bool) -> Tensor:
 
 
 def _kept(timeline: Timeline, loss: Tensor, model: nn.Module) -> tuple[list[Kept], int]:
-    """Tensors that the forward made and kept, by modules; the bytes that autograd saved."""
+    """Tensors that the forward made and kept, by modules, in the order of the forward; the bytes
+    that autograd saved."""
     loss_key = loss.untyped_storage()._cdata
     types = {name: type(module) for name, module in model.named_modules()}
     sizes: Counter[str] = Counter()
@@ -203,12 +232,36 @@ def _kept(timeline: Timeline, loss: Tensor, model: nn.Module) -> tuple[list[Kept
         sizes[name] += block.nbytes
         owners.setdefault(name, set()).add(owner)
     kept = []
-    for name, nbytes in sizes.most_common():
+    for name, nbytes in sizes.items():
         kind = types.get(next(iter(owners[name])))
         kept.append(Kept(name, kind.__name__ if kind else "", len(owners[name]), nbytes))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     saved = timeline.saved - weights
     return kept, sum(b.nbytes for key, b in timeline.blocks.items() if key in saved)
+
+
+def largest_first(kept: list[Kept]) -> list[Kept]:
+    return sorted(kept, key=lambda item: -item.nbytes)
+
+
+def updates(
+    subject: Subject, dtype: torch.dtype | None, makes: Mapping[str, optimizers.Make]
+) -> dict[str, Update]:
+    """The optimizers' parts of :func:`run`, without its forward and backward."""
+    model = subject.model(dtype)
+    with torch.random.fork_rng(devices=()), subject.in_force(model):
+        timeline = Timeline(subject.fake, model)
+        weights = list(model.parameters())
+        trained = [parameter for parameter in weights if parameter.requires_grad]
+        with timeline.watching():
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+            timeline.begin_with([parameter.grad for parameter in trained], weights)
+            timeline.number_read = 1.0
+            found = {name: _update(timeline, make, trained, True) for name, make in makes.items()}
+        for parameter in trained:
+            parameter.grad = None
+    return found
 
 
 def _update(timeline: Timeline, make: optimizers.Make, trained, is_fake: bool) -> Update:
@@ -250,8 +303,38 @@ def _updates_of(timeline: Timeline, optimizer: onepass.optim.Muon) -> int:
     before = timeline.total
     timeline.enter(UPDATE)
     params, of_each = zip(*pairs, strict=True)
-    optimizer._updates(Attempt(optimizer), params, of_each, [p.grad for p in params])
+    with _alike_once(timeline):
+        optimizer._updates(Attempt(optimizer), params, of_each, [p.grad for p in params])
     return timeline.peaks[UPDATE].total - before
+
+
+@contextlib.contextmanager
+def _alike_once(timeline: Timeline) -> Iterator[None]:
+    """Muon iterates matrices of one shape once. For others like them a block of as many bytes as
+    were alive at most is made and released, and then the result."""
+    original = muon._iterated
+    known: dict[tuple, tuple] = {}
+
+    def iterated(kind, sources, factor):
+        layouts = tuple((s.momentum.stride(), s.gradient.stride(), s.weight) for s in sources)
+        if (kind, layouts) in known:
+            most, shape, strides, dtype = known[kind, layouts]
+            torch.empty(most, dtype=torch.uint8)
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        so_far, before = timeline.peaks[UPDATE], timeline.total
+        timeline.enter(UPDATE)
+        result = original(kind, sources, factor)
+        most = timeline.peaks[UPDATE].total - before
+        if so_far.total > timeline.peaks[UPDATE].total:
+            timeline.peaks[UPDATE] = so_far
+        known[kind, layouts] = most, result.shape, result.stride(), result.dtype
+        return result
+
+    muon._iterated = iterated
+    try:
+        yield
+    finally:
+        muon._iterated = original
 
 
 @contextlib.contextmanager

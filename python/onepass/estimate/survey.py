@@ -10,6 +10,7 @@ import torch
 
 from onepass.compare.errors import BadInput
 from onepass.estimate import optimizers, step
+from onepass.estimate.layers import NotAlike, Series
 from onepass.estimate.step import Options, Step, Update
 from onepass.estimate.subject import Subject
 from onepass.swapping.matchers import KINDS
@@ -107,6 +108,7 @@ class Surveyor:
         self.subject, self.settings, self.advance = subject, settings, advance
         self._updates: dict[torch.dtype | None, dict[str, Update]] = {}  # by parameters' dtype
         self._steps: dict[Options, Step] = {}
+        self._series: Series | None = None
         given = {tensor.dtype for tensor in subject.floating()}
         self._given = given if len(given) == 1 else set()
 
@@ -161,11 +163,35 @@ class Surveyor:
             makes = optimizers.names(self.subject.model(cast))
         elif cast not in self._updates:
             makes = {self.settings.optimizer: optimizers.ALL[self.settings.optimizer]}
-        found = step.run(self.subject, options, makes)
+        found = self._run_once(options, makes)
         updates = self._updates.setdefault(cast, found.updates)
         found = self._steps[options] = dataclasses.replace(found, updates=updates)
         self.advance()
         return found
+
+    def _run_once(self, options: Options, makes: dict[str, optimizers.Make]) -> Step:
+        """From models with a few of the layers, if that has given the first step as it is."""
+        if not self._steps:
+            found = step.run(self.subject, options, makes)
+            self._series = self._series_for(options, found)
+            return found
+        if self._series:
+            try:
+                found = self._series.step(options)
+            except (NotAlike, BadInput, RuntimeError):
+                pass  # the whole model says what it is
+            else:
+                updates = step.updates(self.subject, options.dtype, makes) if makes else {}
+                return dataclasses.replace(found, updates=updates)
+        return step.run(self.subject, options, makes)
+
+    def _series_for(self, options: Options, found: Step) -> Series | None:
+        try:
+            series = Series(self.subject)
+            is_same = series.step(options) == dataclasses.replace(found, updates={})
+        except (NotAlike, BadInput, RuntimeError, IndexError):  # a model of so many layers alone
+            return None
+        return series if is_same else None
 
     def _levers(self, steps: dict[str, Step], rows: int | None) -> list[Lever]:
         """Each change alone, and then together."""
@@ -184,6 +210,10 @@ class Surveyor:
         if taken["loss"]:
             everything = dataclasses.replace(everything, inplace_loss=True)
             tried.append(("swap, loss in place", everything, None))
+            without = dataclasses.replace(self._options(SWAPPED), lazy_logits=True)
+            if self._differs(without, steps[SWAPPED]):
+                everything = dataclasses.replace(everything, lazy_logits=True)
+                tried.append(("swap, without logits", without, None))
         if f"{STOCK}{CHECKPOINTED}" in steps:
             checkpointed = self._options(f"{STOCK}{CHECKPOINTED}")
             tried.append(("checkpointing", checkpointed, None))
@@ -204,6 +234,14 @@ class Surveyor:
                 most = self._largest(options, rows, optimizer)
             levers.append(Lever(name, peak, most))
         return levers
+
+    def _differs(self, options: Options, other: Step) -> bool:
+        """Whether a step can be run and takes other memory."""
+        try:
+            found = self._step(self.settings.dtype, options)
+        except (BadInput, ValueError, RuntimeError):
+            return False
+        return dataclasses.replace(found, swapped=other.swapped) != other
 
     def _smallest_optimizer(self, found: Step) -> str | None:
         """The AdamW of onepass with the smallest states, if smaller than the present ones."""

@@ -2,7 +2,7 @@
 
 A dispatch mode sees the results of each operator, and a weak reference to a storage tells when the
 last tensor, saved for the backward or not, releases it. Views share a storage, which counts once.
-Temporary memory inside an operator is not seen.
+Temporary memory inside an operator is not seen, but for a chunk of logits.
 
 With a fake mode nothing large is computed: a tensor is a shape, and a model of any size runs in the
 memory of its Python objects. Small results that depend
@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onepass._ops.small_calls import CHUNK_OF_WORD
+
 # The largest result, in bytes, that is computed if no input is a fake; and the largest one without
 # tensor inputs, as parameters are made.
 MOST_COMPUTED, MOST_MADE = 1 << 24, 1 << 20
@@ -40,7 +42,7 @@ _LOSSES = (
 )  # fmt: skip
 
 BEFORE, FORWARD, BACKWARD, UPDATE = "before", "forward", "backward", "update"  # phases
-GRADIENTS = "gradients"
+GRADIENTS, SCRATCH = "gradients", "scratch"
 CASTS = "(weights that autocast casts)"
 LOSS = "(loss)"
 
@@ -116,6 +118,18 @@ class Peak:
     at: str = ""  # the operator
 
 
+def _computes_itself(cls: type) -> bool:
+    """Whether a class of tensors has a dispatch of its own, but for fakes."""
+    is_plain = cls.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return not is_plain and not issubclass(cls, FakeTensor)
+
+
+def _chunk_of_logits(input: Tensor, weight: Tensor) -> int:
+    """Bytes, which grow with the vocabulary alone: too much to leave out as other scratch is."""
+    words, rows = weight.shape[0], input.shape[0]
+    return words * min(CHUNK_OF_WORD, rows * input.itemsize)
+
+
 class Timeline(Fakes):
     """Counts the bytes that are alive, by the phase in which they were made."""
 
@@ -127,6 +141,8 @@ class Timeline(Fakes):
         self.phase = BEFORE
         self.peaks = {BEFORE: Peak()}
         self.saved: set[int] = set()  # keys of blocks that autograd saved
+        # By phase, of each new storage: the operator, and the bytes alive by phase; None: not kept.
+        self.events: dict[str, list[tuple[str, dict[str, int]]]] | None = None
         self.last_module_end = 0  # the order of blocks after which no module but the model made any
         self._order = 0
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -135,11 +151,15 @@ class Timeline(Fakes):
         self._weights: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(_computes_itself(cls) for cls in types):
+            return NotImplemented  # by operators that are seen
         result = self.run(function, types, args, kwargs or {})
         for tensor in tensors_of(result):
             key = tensor.untyped_storage()._cdata
             if key not in self.blocks:
                 self._add(key, tensor, self._owner(function, args), function)
+        if function is torch.ops.onepass.linear_loss.default:
+            self._pass_by(_chunk_of_logits(*args[:2]), function)
         return result
 
     def begin_with(self, tensors, weights=()) -> None:
@@ -154,6 +174,8 @@ class Timeline(Fakes):
         """Starts a phase: new storages belong to it, and its peak is recorded."""
         self.phase = phase
         self.peaks[phase] = Peak(self.total, dict(self.live))
+        if self.events is not None:
+            self.events[phase] = [("", dict(self.live))]
 
     def is_gradient(self, tensor: Tensor) -> None:
         """Counts a storage as a gradient from here on."""
@@ -183,9 +205,26 @@ class Timeline(Fakes):
         self.blocks[key] = Block(nbytes, phase, owner, self._order, reference)
         self.live[phase] += nbytes
         self.total += nbytes
-        if self.total > self.peaks[phase].total:
-            at = function.name() if function else ""
+        self._look(function)
+
+    def _pass_by(self, nbytes: int, function) -> None:
+        """Counts memory that an operator takes while it runs."""
+        self.live[SCRATCH] += nbytes
+        self.total += nbytes
+        self._look(function)
+        self.live[SCRATCH] -= nbytes
+        self.total -= nbytes
+
+    def _look(self, function) -> None:
+        phase = self.phase
+        is_peak = self.total > self.peaks[phase].total
+        if not is_peak and self.events is None:
+            return
+        at = function.name() if function else ""
+        if is_peak:
             self.peaks[phase] = Peak(self.total, dict(self.live), at)
+        if self.events is not None:
+            self.events.setdefault(phase, []).append((at, dict(self.live)))
 
     def _forget(self, key: int) -> None:
         block = self.blocks.pop(key, None)

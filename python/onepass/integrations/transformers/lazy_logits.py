@@ -73,6 +73,7 @@ _NO_SHAPE = (
 )
 # FSDP; ModuleTracker, which FlopCounterMode has.
 _HOOKS_ON_EACH_OUTPUT = ("torch.distributed.", "torch.utils.module_tracker")
+_PLAIN = (Tensor, nn.Parameter)
 _SAMPLED = 64  # rows and columns of a weight, or up to twice as many
 
 
@@ -137,6 +138,8 @@ class _Source:
             gone = tensor.untyped_storage().size() < tensor.numel() * tensor.itemsize
             if gone or tensor._version != version:
                 raise RuntimeError(_CHANGED.format(name))
+        if type(self._sample) in _running.without_data:
+            return
         if not torch.equal(_sample(self.weight), self._sample):
             raise RuntimeError(_CHANGED.format("weight of the head"))
 
@@ -357,9 +360,15 @@ def loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> T
 
 
 class _Running(threading.local):
-    """The model whose forward uses lazy logits, by thread."""
+    """By thread.
+
+    Attributes:
+        model: whose forward uses lazy logits.
+        without_data: classes of tensors that no operator computes; their logits wait too.
+    """
 
     model: nn.Module | None = None
+    without_data: tuple[type[Tensor], ...] = ()
 
 
 _running = _Running()
@@ -373,6 +382,17 @@ def _in(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _running.model = before
+
+
+@contextlib.contextmanager
+def also_of(*classes: type[Tensor]) -> Iterator[None]:
+    """Inside, heads are lazy for these classes of tensors, which have no data, too."""
+    before = _running.without_data
+    _running.without_data = classes
+    try:
+        yield
+    finally:
+        _running.without_data = before
 
 
 def forward_of(original: Callable) -> Callable:
@@ -422,7 +442,7 @@ def obstacle(head: nn.Module | None) -> Because | None:
     if parametrize.is_parametrized(head):
         return Reason.PARAMETRIZED.because()
     for name, parameter in head._parameters.items():
-        if parameter is not None and type(parameter) not in (nn.Parameter, Tensor):
+        if parameter is not None and type(parameter) not in (*_PLAIN, *_running.without_data):
             return Reason.PARAMETER_CLASS.because(name, type(parameter).__name__)
     return None
 
@@ -457,7 +477,7 @@ def _waits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     tensors = [t for t in (input, weight, bias) if t is not None]
     return (
         torch.is_grad_enabled()
-        and type(input) is Tensor
+        and type(input) in (Tensor, *_running.without_data)
         and not (input.is_nested or input.is_meta)
         and has_kernels(input.device.type, "loss")
         and any(t.requires_grad for t in tensors)
