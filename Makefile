@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-slow lint format docs figures bench gpu-report wheels clean
+.PHONY: build compare generate test test-all test-slow test-integrations lint format docs figures bench gpu-report wheels clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +67,23 @@ test-slow: $(VENV)/test.stamp build
 
 test-all: test test-slow
 
+# Tests of packages that bring many others, in an environment of their own that sees .venv's.
+INTEGRATIONS := .venv-integrations
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(INTEGRATIONS)/packages.stamp: $(VENV)/test.stamp tests/integrations/requirements.txt
+	rm -rf $(INTEGRATIONS)
+	$(BIN)/python -m venv --without-pip $(INTEGRATIONS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
+		> "$$($(INTEGRATIONS)/bin/python -c '$(SITE)')/venv.pth"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--only-binary :all: "$(TORCH)" -r tests/integrations/requirements.txt
+	touch $@
+
+test-integrations: $(INTEGRATIONS)/packages.stamp build
+	$(INTEGRATIONS)/bin/python -m pytest $(addprefix tests/integrations/test_, sentence_transformers.py \
+		timm.py torchtitan.py torchtune.py) $(ARGS)
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,4 +111,4 @@ figures: build
 	$(BIN)/python benchmarks/figures.py
 
 clean:
-	rm -rf $(VENV) build compare.png
+	rm -rf $(VENV) $(INTEGRATIONS) build compare.png
