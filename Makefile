@@ -68,6 +68,7 @@ test-slow: $(VENV)/test.stamp build
 test-all: test test-slow
 
 # Tests of packages that bring many others, in an environment of their own that sees .venv's.
+WITH_PACKAGES := sentence_transformers timm torchtune
 INTEGRATIONS := .venv-integrations
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
@@ -81,8 +82,10 @@ $(INTEGRATIONS)/packages.stamp: $(VENV)/test.stamp tests/integrations/requiremen
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/packages.stamp build
-	$(INTEGRATIONS)/bin/python -m pytest $(addprefix tests/integrations/test_, sentence_transformers.py \
-		timm.py torchtitan.py torchtune.py) $(ARGS)
+	$(INTEGRATIONS)/bin/python -m pytest \
+		$(patsubst %,tests/integrations/test_%.py,$(WITH_PACKAGES) torchtitan) \
+		$(patsubst %,'tests/docs/test_pages.py::test_the_code_of_a_page_runs[%]',$(WITH_PACKAGES)) \
+		$(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

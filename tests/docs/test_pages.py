@@ -99,7 +99,9 @@ def test_every_page_is_in_the_readme_or_the_menu():
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("integrations/*.md")), ids=lambda page: page.stem)
 def test_a_page_names_the_versions_that_the_tests_run_with(page):
-    pins = dict(re.findall(r'"([\w-]+)==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8")))
+    files = (ROOT / "pyproject.toml", ROOT / "tests/integrations/requirements.txt")
+    texts = [file.read_text("utf-8") for file in files]
+    pins = dict(re.findall(r"\b([\w-]+)==([\d.]+\d)", " ".join(texts)))
     tested = packages_of(page)
     assert all(pins.get(name, version) == version for name, version in tested.items())
 
