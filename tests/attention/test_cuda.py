@@ -200,9 +200,8 @@ def test_offsets_beyond_32_bits(cuda, far, dtype):
 # ---- every instance, in every build --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", emulated.SLOW_UNDER_SANITIZERS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, *KERNELS, seed=1, resident=2):
         for case in INSTANCES:
             check(case)
@@ -210,6 +209,12 @@ def test_each_instance(cuda, build):
         for case in INSTANCES:
             if case.dtype in TILED and case.head_dim in (72, 128) and case.bias is None:
                 check(case)
+
+
+@pytest.mark.parametrize("build", emulated.SLOW_UNDER_SANITIZERS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     attention = {name for name in all_instances() if "::attention_" in name}
     assert len(attention) < 75  # compilation takes minutes as it is
     left_out = attention - cuda.instances
@@ -228,8 +233,10 @@ def check_sanitized(cuda, case: Case, build: str, kernels: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("build", ["address", "thread"])
-def test_sanitizers_are_silent_on_tiles(cuda, build):
-    case = Case(BF16, 40, batch=1, heads=1, seq_q=70, seq_k=110, bias="q", mask="q")
+@pytest.mark.parametrize("head_dim, terms", [(40, dict(bias="q", mask="q")), (128, {})], ids=str)
+def test_sanitizers_are_silent_on_tiles(cuda, build, head_dim, terms):
+    """At 128 columns without terms the backward has a layout for each kind of device."""
+    case = Case(BF16, head_dim, batch=1, heads=1, seq_q=70, seq_k=110, **terms)
     check_sanitized(cuda, case, build, TILED_KERNELS)
 
 

@@ -206,15 +206,20 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("build", emulated.SLOW_UNDER_SANITIZERS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, *DECODE_KERNELS, seed=1):
         for dtype in DTYPES:
             for head_dim in (40, 72, 160, 264):
                 case = Case(dtype, head_dim, lengths=(150, 20), seq_q=2, new_rows=1)
                 check(case)
                 check(replace(case, heads=24, kv_heads=1, lengths=(40,), rotary="halves"))
+
+
+@pytest.mark.parametrize("build", emulated.SLOW_UNDER_SANITIZERS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     assert cuda.instances == {name for name in all_instances() if "::attention_decode_" in name}
 
 

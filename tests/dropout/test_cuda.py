@@ -29,9 +29,8 @@ def test_one_pass(cuda):
     assert (added["read"], added["written"]) == ((2 + 4) * 8000 + seeds[1], 4 * 8000)
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, "dropout.cu"):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in (*DTYPES, None)[:: 4 if build == "thread" else 1]:
@@ -43,5 +42,11 @@ def test_each_instance(cuda, build):
                 for arguments in ((x, residual, drawn_seed(7)), (x, None, drawn_seed(7))):
                     found = torch.ops.onepass.dropout_forward(*arguments, 0.3, None)
                     assert torch.equal(found, cpus(*arguments, 0.3, None))
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     dropouts = {name for name in all_instances() if "dropout_" in name}
     assert dropouts == cuda.instances or build == "thread"

@@ -83,9 +83,8 @@ def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, form):
         assert_same_bits(results(case.ours, case), expected)
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, "gate.cu"):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in DTYPES[:: 4 if build == "thread" else 1]:
@@ -98,5 +97,11 @@ def test_each_instance(cuda, build):
             cuda.set(shift=shift)
             case = make(3, 40, BF16, up_dtype=F32)
             results(case.ours, case)
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     gates = {name for name in all_instances() if "gate_" in name}
     assert gates == cuda.instances or build == "thread"

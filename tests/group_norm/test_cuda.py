@@ -121,9 +121,8 @@ def test_more_channels_than_a_block_has(cuda, last):
     check(make((1, 2052, 2, 3), 27, BF16, last=last))
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, *SOURCES):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in DTYPES[:: 4 if build == "thread" else 1]:
@@ -138,6 +137,12 @@ def test_each_instance(cuda, build):
                 _, mean, rstd = RAW.group_norm_forward(*case.tensors, *rest)
                 wide = case.doutput.float()
                 RAW.group_norm_backward(wide, *case.tensors, mean, rstd, 2, 0, last, 7)
+                assert torch.isfinite(mean).all()
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     found = {name for name in all_instances() if "group_norm_" in name}
     assert found == {name for name in cuda.instances if "group_norm_" in name} or build == "thread"
-    assert torch.isfinite(mean).all()

@@ -91,9 +91,8 @@ def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, cols):
         assert_same_bits(results(case.ours, case), expected)
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, "loss.cu"):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in DTYPES[:: 4 if build == "thread" else 1]:
@@ -103,5 +102,11 @@ def test_each_instance(cuda, build):
                 results(case.inplace, case)
             case.input = torch.cat([case.input, case.input[:, :5]], 1)[:, :1301]
             results(case.ours, case)
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     losses = {name for name in all_instances() if "loss_" in name}
     assert losses == cuda.instances or build == "thread"

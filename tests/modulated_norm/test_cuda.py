@@ -137,9 +137,8 @@ DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 SLOW = [pytest.param(build, marks=pytest.mark.slow) for build in ("address", "thread")]
 
 
-@pytest.mark.parametrize("build", ["plain", *SLOW])
-def test_each_instance(cuda, build):
-    """Values by the numerics rule, without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     cuda.set(seed=1)
     with cuda.sanitized(build, *KERNELS, seed=1):
         for (dtype, residual_dtype), cols in itertools.product(DTYPES, EACH):
@@ -148,6 +147,12 @@ def test_each_instance(cuda, build):
             check(make(cols % 2 > 0, 1, tokens, cols, dtype, **rest))
         for dtype in (F32, F64):  # sums of several parts
             check(make(False, 1, 80, 72, dtype, form="gated"))
+
+
+@pytest.mark.parametrize("build", ["plain", *SLOW])
+def test_each_instance(cuda, build):
+    """Values by the numerics rule, without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     left_out = {name for name in all_instances() - cuda.instances if "Modulated" in name}
     assert not left_out
 

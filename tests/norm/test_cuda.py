@@ -184,12 +184,8 @@ EACH = [72, 264, 1000, 33, 1001, 12289, 16392, 16395]
 DTYPES = [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 
 
-# A minute under the thread sanitizer; test_sanitizers_are_silent has the branches.
-@pytest.mark.parametrize(
-    "build", ["plain", *(pytest.param(build, marks=pytest.mark.slow) for build in SANITIZERS)]
-)
-def test_each_instance(cuda, build):
-    """Values by the numerics rule, without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     cuda.set(seed=1)
     with cuda.sanitized(build, *KERNELS, seed=1):
         for dtype, residual_dtype in DTYPES:
@@ -198,6 +194,15 @@ def test_each_instance(cuda, build):
                 case = make(cols % 2 > 0, rows, cols, dtype, residual=True, dropout_p=0.25)
                 case.residual = case.residual.to(residual_dtype)
                 check(case)
+
+
+# A minute under the thread sanitizer; test_sanitizers_are_silent has the branches.
+@pytest.mark.parametrize(
+    "build", ["plain", *(pytest.param(build, marks=pytest.mark.slow) for build in SANITIZERS)]
+)
+def test_each_instance(cuda, build):
+    """Values by the numerics rule, without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     left_out = all_instances() - cuda.instances
     left_out = {name for name in left_out if "::norm_" in name and "Modulated" not in name}
     assert not left_out

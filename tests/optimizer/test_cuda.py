@@ -521,11 +521,9 @@ def test_scaling_more_tensors_than_the_parameters_hold(emulator):
 # ---- every instance, in every build --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "build", ["plain", "address", pytest.param("thread", marks=pytest.mark.slow)]
-)
-def test_each_instance(emulator, build):
-    """Without races or bad accesses, on all of their branches; none is left out."""
+def each_instance(emulator, steps: Emulated | None, build: str = "plain") -> None:
+    """Calls that run each instance on all of its branches, steps on a device if `steps` is None;
+    also see tests/device/test_smoke.py."""
     with emulator.sanitized(build, *KERNELS, seed=1):
         for algorithm in ALGORITHMS.values():
             # Races do not depend on the dtypes, and the thread sanitizer takes its time.
@@ -534,12 +532,20 @@ def test_each_instance(emulator, build):
             settings = make_groups(algorithm, ())[1]
             for some, operands in ((tensors, ()), (tensors[::4], ("param", "first moment"))):
                 shift(some, operands)
-                every_branch(emulator, algorithm, some, settings)
+                every_branch(steps, algorithm, some, settings)
                 plain = [t for t in some if t.average is None]
-                every_branch(emulator, algorithm, plain, settings)
+                every_branch(steps, algorithm, plain, settings)
         gradients = [g for d in (F32, BF16, F16, F64) for g in drawn(0, PIECE + 1, dtype=d)]
         every_branch_of_norms(emulator, gradients)
         every_branch_of_norms(emulator, [shifted(gradient) for gradient in gradients])
+
+
+@pytest.mark.parametrize(
+    "build", ["plain", "address", pytest.param("thread", marks=pytest.mark.slow)]
+)
+def test_each_instance(emulator, build):
+    """Without races or bad accesses, on all of their branches; none is left out."""
+    each_instance(emulator, emulator, build)
     kernels = ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
     wanted = {name for name in all_instances() if any(kernel in name for kernel in kernels)}
     assert wanted and wanted == emulator.instances

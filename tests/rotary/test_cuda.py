@@ -240,9 +240,8 @@ def test_a_position_without_a_row_reads_nothing(cuda, rotary_dim, interleaved):
         assert torch.equal(ours.nan_to_num(7.5), expected.nan_to_num(7.5))
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
-def test_each_instance(cuda, build):
-    """Without races or bad accesses; none is left out."""
+def each_instance(cuda, build: str = "plain") -> None:
+    """Calls that run each instance; also on a device, see tests/device/test_smoke.py."""
     with cuda.sanitized(build, "rotary/forward.cu", "rotary/backward.cu"):
         # Races do not depend on the dtypes, and the thread sanitizer takes its time.
         for dtype in DTYPES[:: 4 if build == "thread" else 1]:
@@ -261,5 +260,11 @@ def test_each_instance(cuda, build):
                     if dtype is F32:
                         given = {"key": None, **case.tensors()}
                         functional.rotary_embedding(**given, **case.options, inplace=True)
+
+
+@pytest.mark.parametrize("build", emulated.BUILDS)
+def test_each_instance(cuda, build):
+    """Without races or bad accesses; none is left out."""
+    each_instance(cuda, build)
     rotaries = {name for name in all_instances() if "rotary_" in name}
     assert rotaries == cuda.instances or build == "thread"
