@@ -100,6 +100,27 @@ def test_any_order_is_right(cuda, name):
         assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
 
 
+OF_128_COLUMNS = {
+    "causal": Case(BF16, 128, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=300, **CAUSAL),
+    "window": Case(F16, 72, 128, batch=1, heads=1, seq_q=130, seq_k=70, window_left=50),
+    "packed": Case(BF16, 128, 96, storage="packed", lengths=((9, 40), (70, 130), (1, 1))),
+    "pieces": Case(F16, 101, 70, batch=1, heads=1, seq_q=70, seq_k=129),
+}
+
+
+@pytest.mark.parametrize("name", OF_128_COLUMNS)
+def test_both_layouts_give_the_same_bits(cuda, name):
+    """In 99 KiB of shared memory a warp has the scores of 16 keys, in 163 KiB those of 32."""
+    orders = [dict(shared=kib * 1024, seed=kib) for kib in (99, 163, 227)]
+    short, *wide = in_orders(cuda, OF_128_COLUMNS[name], orders, deterministic=True)
+    for found in wide:
+        assert_same(found, short)
+    launches = [call["launched"] for call in cuda.of("attention_backward")]
+    main = [one for of in launches for one in of if "attention_backward_kernel" in one.kernel]
+    assert main[0].kernel != main[1].kernel == main[2].kernel
+    assert [launch.shared for launch in main] == [99 * 1024, 163 * 1024, 163 * 1024]
+
+
 # Of each bucket; rows that fill up no unit of eight, slabs of columns that are left out.
 SUMS_OF_DQUERY = {
     "64": Case(BF16, 40, batch=2, heads=2, kv_heads=1, seq_q=21, seq_k=150),

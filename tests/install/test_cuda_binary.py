@@ -48,17 +48,19 @@ WITHOUT_KERNELS = ("attention/backend.cu",)
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 OF_WHOLE_ROWS = r"attention_forward_kernel\S*Li(\d+)ELNS\S*ForwardKindE[01]E"  # 16 bytes alone
+TWICE = r"attention_(forward|dbias)_kernel"  # two blocks share a multiprocessor
 # Kernels that ask for the next row while they are at one.
 AHEAD = r"\dnorm_backward_kernel(?!\S*4SameIdE)"
 # Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
 WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
 # Instructions of the main loop, of any way through it. A warp issues about half of them a turn, of
 # which 320 are products (160 at 256 columns): what else it issues, the tensor cores wait for.
-WITHOUT_TERMS = r"attention_backward_kernel\S*Li(\d+)ELb0E"
-MOST_INSTRUCTIONS = {"64": 2700, "128": 2550, "256": 1950}
+WITHOUT_TERMS = r"attention_backward_kernel\S*Li(\d+ELb0ELb[01])E"  # bucket, terms, layout
+MOST_INSTRUCTIONS = {"64ELb0ELb0": 2700, "128ELb0ELb0": 2550, "128ELb0ELb1": 2100}
+MOST_INSTRUCTIONS |= {"256ELb0ELb0": 1950}
 MOST_OF_WHOLE_ROWS = {"64": 1900, "128": 1800}  # of the forward, with 192 and 256 products
 # Reads of fragments from shared memory, which bounds the backward, for these products.
-MOST_FRAGMENTS = {"64": 168, "128": 176, "256": 96}
+MOST_FRAGMENTS = {"64ELb0ELb0": 168, "128ELb0ELb0": 176, "128ELb0ELb1": 144, "256ELb0ELb0": 96}
 MOST_FRAGMENTS_OF_WHOLE_ROWS = {"64": 56, "128": 80}
 # Kernels whose main loop multiplies on tensor cores what cp.async brings, and those in TF32.
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
@@ -81,6 +83,9 @@ def _checked(binary: Path) -> list[str]:
         assert used["STACK"] == used["LOCAL"] == 0, f"{kernel} spills: {used}"
         fits = used["REG"] * threads.get(kernel, 1024) <= REGISTERS
         assert fits, f"{kernel} cannot start: {used}"
+        if re.search(TWICE, kernel[1]):
+            taken = -(-used["REG"] // 8) * 8 * threads[kernel]  # given out by eights
+            assert 2 * taken <= REGISTERS, f"{kernel} does not fit a multiprocessor twice: {used}"
     looked_at = f"{WITH_BIAS}|{TENSOR_CORES}|{AHEAD}"
     is_looked_at = any(re.search(looked_at, name) for _, name in kernels)
     for (_, name), code in nvcc.machine_code(binary).items() if is_looked_at else ():

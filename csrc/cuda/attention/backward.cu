@@ -11,11 +11,13 @@
 //
 // Scores are computed transposed (backward_scores.cuh). Up to 128 columns P^T and dS^T are used as
 // factors of dV and dK in the registers where they were computed; only dQ needs dS of other warps,
-// through shared memory. Per tile of queries a warp multiplies
-//   S^T, dP^T   16 keys by all queries; at 256 columns by half of them
-//   dV, dK      16 keys by all columns; at 256 columns 32 keys by two slabs of 32 columns, with P
-//               and dS from shared memory: that reads a third less than 16 keys by four slabs
-//   dQ          32 queries by 32 columns, over all keys of the block
+// through shared memory. At 256 columns and in the wide layout of 128 columns (table.h) P goes
+// through shared memory too. Per tile of queries a warp multiplies
+//                 to 128 columns        wide                  256 columns
+//   S^T, dP^T     16 keys, all queries  32 keys, half         16 keys, half
+//   dV, dK        16 keys, all columns  32 keys, two slabs    32 keys, two slabs of 32 columns
+//   dQ            32 queries by 32 columns, over all keys of the block
+// Each sum adds the same products in the same order in both layouts.
 //
 // dQ is added by red.global, in any order of the blocks. If deterministic, blocks wait for one
 // another to add in the order of the tiles of keys. They take their work by tickets, so that a
@@ -93,25 +95,28 @@ __device__ __forceinline__ void add_gradient(float (&sum)[kRowTiles][kTiles][4],
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <class T, int kBucket, bool kTerms>
+template <class T, int kBucket, bool kTerms, bool kWide>
 __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     attention_backward_kernel(const AttentionBackward __grid_constant__ args,
                               const BackwardWork __grid_constant__ work) {
   constexpr AttentionTile kTile = backward_tile(kBucket);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
-  constexpr int kGroups = kKeys / 16, kParts = kTile.warps / kGroups;
-  constexpr int kStrip = backward_strip(kBucket, kTerms), kStrips = kQueries / kParts / kStrip;
+  // A warp has scores of 16 kScoreRows keys and one of kParts shares of the queries.
+  constexpr int kScoreRows = backward_score_rows(kWide);
+  constexpr int kGroups = kKeys / (16 * kScoreRows), kParts = kTile.warps / kGroups;
+  constexpr int kStrip = backward_strip(kBucket, kTerms, kWide);
+  constexpr int kStrips = kQueries / kParts / kStrip;
   constexpr int kTiles = kStrip / 8, kSteps = kStrip / 16;
   // A warp has dK and dV of 16 kRowTiles keys and one of kOwnParts shares of the slabs.
-  constexpr int kRowTiles = kParts == 1 ? 1 : 2, kOwnParts = kParts * kRowTiles;
-  constexpr int kOwnGroups = kTile.warps / kOwnParts;
+  constexpr int kRowTiles = kParts == 1 ? 1 : 2, kOwnGroups = kKeys / (16 * kRowTiles);
+  constexpr int kOwnParts = kTile.warps / kOwnGroups;
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kOwnParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
   constexpr int kFacts = 4;  // this turn, the next, the one after; rounded up to a power of two
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS, after P
   using RowTile = Tile<T, kBucket>;
   using ValueTile = Tile<T, 128>;  // the columns of V that are not kept in registers
-  using ScoreTile = Tile<T, backward_score_columns(kBucket)>;
+  using ScoreTile = Tile<T, backward_score_columns(kBucket, kWide)>;
   static_assert(kQueries / kQueryRows * kSlabs == kTile.warps && kThreads > kQueries);
   SharedMemory shared;
   const RowTile key = RowTile::take(shared, kKeys);
@@ -121,8 +126,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
   auto* const block = shared.take<BlockConstants>(1);
   auto* const facts = shared.take<TurnFacts>(kFacts);
-  const RowTile rows = RowTile::take(shared, 2 * kQueries * work.stages);
-  const bool shares_place = backward_shares_place(kBucket, work.stages);
+  // Where a device has room for two stages, there is the wide layout.
+  const auto stages = [&] {
+    return kWide ? kBackwardStages : has_wide_layout(kBucket, kTerms) ? 1 : work.stages;
+  };
+  const RowTile rows = RowTile::take(shared, 2 * kQueries * stages());
+  const bool shares_place = backward_shares_place(kBucket, stages());
   const ScoreTile scores =
       shares_place ? ScoreTile{rows.data + kQueries * kBucket} : ScoreTile::take(shared, kKeys);
   const auto query_tile = [&](int stage) {
@@ -196,7 +205,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
   // The warp's place, computed from the thread's index each time, not kept in registers: its keys
   // and queries of scores, then its keys and columns of dK and dV.
-  const auto top_key = [] { return thread_index() / kLanes % kGroups * 16; };
+  const auto top_key = [] { return thread_index() / kLanes % kGroups * (16 * kScoreRows); };
   const auto part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kGroups; };
   const auto own_key = [] { return thread_index() / kLanes % kOwnGroups * (16 * kRowTiles); };
   const auto own_part = [] { return kParts == 1 ? 0 : thread_index() / kLanes / kOwnGroups; };
@@ -209,8 +218,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     put_facts(0, block->first_turn());
     put_facts(1, block->after(block->first_turn(), kTile));
     // The part of V that registers keep is loaded through the memory of the last tiles of queries.
-    const RowTile passing = query_tile(work.stages - 1);
-    const bool has_place = kKept == 0 || work.stages > 1;
+    const RowTile passing = query_tile(stages() - 1);
+    const bool has_place = kKept == 0 || stages() > 1;
     load_keys(key, args.key, args.head_dim);
     if constexpr (kKept == 0) load_keys(value, args.value, args.value_dim);
     if constexpr (kKept > 0) load_keys(passing, args.value, args.value_dim);
@@ -235,46 +244,49 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
   ONEPASS_ROLL
   for (int i = 0; i < block->turns; ++i) {
-    const auto stage = [&] { return opaque(i) & (work.stages - 1); };  // of one or two
+    const auto stage = [&] { return opaque(i) & (stages() - 1); };  // of one or two
     const auto now = [&]() -> const TurnFacts& { return facts_of(i); };
     const bool is_last = i + 1 == block->turns;
     cp_async_wait<0>();
     __syncthreads();  // this turn's queries are loaded, the previous turn's no longer needed
-    if (!is_last && work.stages > 1) {
+    if (!is_last && stages() > 1) {
       load_query(i + 1, 1 - stage()), load_doutput(i + 1, 1 - stage());
     }
     cp_async_commit();
 
     // ---- S, dP, and dV where P stays in the warp
     uint32_t seen_by_any = 0;  // bit r: key g + 8 r of the warp
-    uint32_t ds_a[1][kStrips * kSteps][4];
+    uint32_t ds_a[kScoreRows][kStrips * kSteps][4];
     ONEPASS_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {
       const int left = part() * (kQueries / kParts) + strip * kStrip;
-      const auto place = [&] {
-        return Strip<kQueries>{
-            numbers_of(i), thread_index() % kLanes, left,
-            top_key(),     now().turn.first + left, block->first_key + top_key()};
+      const auto place = [&](int m = 0) {
+        const int row = top_key() + 16 * m;
+        return Strip<kQueries>{numbers_of(i), thread_index() % kLanes, left,
+                               row,           now().turn.first + left, block->first_key + row};
       };
-      float p[kTiles][4] = {}, ds[kTiles][4] = {};
+      float p[kScoreRows][kTiles][4] = {}, ds[kScoreRows][kTiles][4] = {};
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
       const int top = top_key();
       const auto multiply_keys = [&] {
         add_scores<T, !kTerms>(
             p, query_tile(stage()), lanes, left, work.head_slabs,
-            [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, top, k); });
+            [&](uint32_t (&a)[4], int m, int k) { load_a<false>(a, key, lanes, top + 16 * m, k); });
       };
       const auto multiply_values = [&] {
         const FragmentLanes<128> value_lanes(thread_index() % kLanes);
         add_scores<T, !kTerms>(ds, doutput_tile(stage()), lanes, left, work.value_slabs,
-                               [&](uint32_t (&a)[4], int k) {
-                                 if (k >= kKept)
-                                   return load_a<false>(a, value, value_lanes, top, k - kKept);
+                               [&](uint32_t (&a)[4], int m, int k) {
+                                 if (k >= kKept) {
+                                   return load_a<false>(a, value, value_lanes, top + 16 * m,
+                                                        k - kKept);
+                                 }
                                  ONEPASS_UNROLL
                                  for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
                                });
       };
       if constexpr (kTerms) {
+        static_assert(kScoreRows == 1);
         const auto terms = [&] {
           return HeadTerms(args, block->sequence, block->batch, now().turn.head);
         };
@@ -291,26 +303,32 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         multiply_keys();
         float derivative[kTiles][4];
         if constexpr (!kMaskWaits) counts = settled();
-        add_terms(p, derivative, args, work.numbers, terms(), place());
-        from_memory.add_bias(p, args);
-        term_probabilities(p, counts, place());
+        add_terms(p[0], derivative, args, work.numbers, terms(), place());
+        from_memory.add_bias(p[0], args);
+        term_probabilities(p[0], counts, place());
         multiply_values();
-        term_gradients(p, ds, counts, kept, block->dropout.scale, place());
-        add_head_gradients(head_sum, ds, args, terms(), place());
-        apply_derivatives(ds, derivative, counts, work.numbers);
+        term_gradients(p[0], ds[0], counts, kept, block->dropout.scale, place());
+        add_head_gradients(head_sum, ds[0], args, terms(), place());
+        apply_derivatives(ds[0], derivative, counts, work.numbers);
         ONEPASS_UNROLL
         for (int j = 0; j < 4 * kTiles; ++j) seen_by_any |= (counts >> j & 1) << j % 4 / 2;
       } else {
         multiply_keys();
         multiply_values();
-        plain_gradients(p, ds, place(), work.numbers.unit, now().is_whole);
+        ONEPASS_UNROLL
+        for (int m = 0; m < kScoreRows; ++m) {
+          plain_gradients(p[m], ds[m], place(m), work.numbers.unit, now().is_whole);
+        }
       }
-      uint32_t p_a[1][kSteps][4];
+      uint32_t p_a[kScoreRows][kSteps][4];
       ONEPASS_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        as_a<T>(p_a[0][step], p, step);
-        as_a<T>(ds_a[0][strip * kSteps + step], ds, step);
-        if constexpr (kParts > 1) put_a(scores, p_a[0][step], top_key(), left + 16 * step);
+      for (int j = 0; j < kScoreRows * kSteps; ++j) {
+        const int m = j / kSteps, step = j % kSteps;
+        as_a<T>(p_a[m][step], p[m], step);
+        as_a<T>(ds_a[m][strip * kSteps + step], ds[m], step);
+        if constexpr (kParts > 1) {
+          put_a(scores, p_a[m][step], top_key() + 16 * m, left + 16 * step);
+        }
       }
       if constexpr (kParts == 1) {
         if (args.dvalue.data) {
@@ -324,8 +342,9 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     if (!is_last) statistics = load_statistics(facts_of(i + 1).turn);
     if (shares_place) __syncthreads();  // dO is no longer needed
     ONEPASS_UNROLL
-    for (int step = 0; step < kStrips * kSteps; ++step) {
-      put_a(scores, ds_a[0][step], top_key(),
+    for (int j = 0; j < kScoreRows * kStrips * kSteps; ++j) {
+      const int m = j / (kStrips * kSteps), step = j % (kStrips * kSteps);
+      put_a(scores, ds_a[m][step], top_key() + 16 * m,
             kGradients + part() * (kQueries / kParts) + 16 * step);
     }
     if (kTerms && args.mask.data) {
@@ -342,7 +361,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       }
     }
     __syncthreads();  // dS of all keys is stored
-    const FragmentLanes<backward_score_columns(kBucket)> score_lanes(thread_index() % kLanes);
+    const FragmentLanes<ScoreTile::kChunks * kChunk> score_lanes(thread_index() % kLanes);
     if constexpr (kParts > 1) {
       uint32_t a[kRowTiles][kQueries / 16][4];
       const auto load_own = [&](int col) {
@@ -362,7 +381,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
         add_gradient<kOwnParts>(dkey, a, query_tile(stage()), lanes, 0, work.head_slabs,
                                 own_part());
       }
-    } else if (!is_last && work.stages == 1) {
+    } else if (!is_last && stages() == 1) {
       load_query(i + 1, 0);
       if (!shares_place) load_doutput(i + 1, 0);
       cp_async_commit();
@@ -375,7 +394,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       float sum[2][4][4] = {};
       if (slab < work.head_slabs) {
         ONEPASS_UNROLL
-        for (int step = 0; step < kGroups; ++step) {
+        for (int step = 0; step < kKeys / 16; ++step) {
           uint32_t a[2][4];
           load_a<true>(a[0], scores, score_lanes, kGradients + top, 16 * step);
           load_a<true>(a[1], scores, score_lanes, kGradients + top + 16, 16 * step);
@@ -410,7 +429,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     if (is_last) continue;
     put_numbers(i + 1, statistics);
     put_facts(i + 2, block->after(facts_of(i + 1).turn, kTile));
-    if (work.stages == 1 && (kParts > 1 || shares_place)) {
+    if (stages() == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // the memory of the next queries is no longer used
       if (kParts > 1) load_query(i + 1, 0);
       load_doutput(i + 1, 0);
@@ -521,13 +540,21 @@ void run_backward(const AttentionBackward& args, const Plan& plan, const Backwar
   }
   begin_backward(args, work.ends, context.stream);
   visit_bucket(args, [&]<class T, int kBucket>() {
-    if (max_shared_bytes() < backward_shared_bytes(kBucket, kBackwardStages)) work.stages = 1;
-    const LaunchShape blocks{.blocks = plan.splits,
-                             .threads = backward_tile(kBucket).threads(),
-                             .shared_bytes = backward_shared_bytes(kBucket, work.stages)};
     visit_bool(has_terms(args), [&]<bool kTerms>() {
-      if (plan.splits == 0) return;
-      launch<attention_backward_kernel<T, kBucket, kTerms>>(blocks, context.stream, args, work);
+      constexpr bool kHasWide = has_wide_layout(kBucket, kTerms);
+      if (max_shared_bytes() < backward_shared_bytes(kBucket, kBackwardStages, kHasWide)) {
+        work.stages = 1;
+      }
+      visit_bool(kHasWide && work.stages > 1, [&]<bool kWide>() {
+        if constexpr (kHasWide || !kWide) {
+          if (plan.splits == 0) return;
+          launch<attention_backward_kernel<T, kBucket, kTerms, kWide>>(
+              {.blocks = plan.splits,
+               .threads = backward_tile(kBucket).threads(),
+               .shared_bytes = backward_shared_bytes(kBucket, work.stages, kWide)},
+              context.stream, args, work);
+        }
+      });
     });
   });
   if (args.dquery.data) launch_dquery(args, work, context.stream);

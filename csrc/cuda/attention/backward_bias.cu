@@ -186,17 +186,18 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
                                        random_head(args, turn->batch, turn->head), place());
       }
       const StripTerms<kTiles> from_memory(args, terms(), place());
-      float p[kTiles][4] = {}, ds[kTiles][4] = {}, derivative[kTiles][4];
+      float products[1][kTiles][4] = {}, gradients[1][kTiles][4] = {}, derivative[kTiles][4];
+      auto &p = products[0], &ds = gradients[0];
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
       const int row = top();
-      add_scores<T>(p, query, lanes, column(), slabs_of(args.head_dim),
-                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, key, lanes, row, k); });
+      add_scores<T>(products, query, lanes, column(), slabs_of(args.head_dim),
+                    [&](uint32_t (&a)[4], int, int k) { load_a<false>(a, key, lanes, row, k); });
       const uint32_t counts = from_memory.counts(args, thread_index() % kLanes);
       add_terms(p, derivative, args, work.numbers, terms(), place());
       from_memory.add_bias(p, args);
       term_probabilities(p, counts, place());
-      add_scores<T>(ds, doutput, lanes, column(), slabs_of(args.value_dim),
-                    [&](uint32_t (&a)[4], int k) { load_a<false>(a, value, lanes, row, k); });
+      add_scores<T>(gradients, doutput, lanes, column(), slabs_of(args.value_dim),
+                    [&](uint32_t (&a)[4], int, int k) { load_a<false>(a, value, lanes, row, k); });
       term_gradients(p, ds, counts, kept, block->dropout.scale, place());
       ONEPASS_UNROLL
       for (int j = 0; j < 4 * kTiles; ++j) sum[strip * kTiles + j / 4][j % 4] += ds[j / 4][j % 4];

@@ -100,9 +100,9 @@ inline constexpr int kDqueryThreads = 128;
 
 // scalar: dquery[i][d] = scale * sums[i][d]
 //
-// One warp per unit of rows.
-template <class T>
-__global__ void __launch_bounds__(kDqueryThreads)
+// One warp per unit of rows. One instance for both 16-bit dtypes, which differ in the rounding
+// alone: the kernel waits for memory.
+static __global__ void __launch_bounds__(kDqueryThreads)
     attention_dquery_kernel(const AttentionBackward args, const float* sums, const float scale) {
   constexpr int kWarps = kDqueryThreads / kLanes;
   const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
@@ -112,7 +112,12 @@ __global__ void __launch_bounds__(kDqueryThreads)
   const Sequence sequence = sequence_of(args, batch);
   if (unit * kUnitRows >= sequence.queries) return;
   const int64_t query = unit * kUnitRows + lane_index() / 4;
-  const auto rows = rows_of<T>(args.dquery, batch, head, sequence.first_q, args.head_dim);
+  const auto rows = rows_of<BFloat16>(args.dquery, batch, head, sequence.first_q, args.head_dim);
+  const auto narrow = [&](float left, float right) {
+    left *= scale, right *= scale;
+    return args.dtype == DType::kBFloat16 ? narrow_pair<BFloat16>(left, right)
+                                          : narrow_pair<Float16>(left, right);
+  };
   const int slabs = slabs_of(args.head_dim);
   const float* values =
       sums + (first_unit(args, sequence, batch, head) + unit) * slabs * kUnit + first_in_half();
@@ -122,8 +127,8 @@ __global__ void __launch_bounds__(kDqueryThreads)
     for (int half = 0; half < 2; ++half) {
       float value[4];
       load_half(values + half * kHalfUnit, value);
-      word[2 * half] = narrow_pair<T>(value[0] * scale, value[1] * scale);
-      word[2 * half + 1] = narrow_pair<T>(value[2] * scale, value[3] * scale);
+      word[2 * half] = narrow(value[0], value[1]);
+      word[2 * half + 1] = narrow(value[2], value[3]);
     }
     transpose_in_quad(word);
     const int col = slab * kSlab + lane_index() % 4 * kChunk;
@@ -135,11 +140,9 @@ __global__ void __launch_bounds__(kDqueryThreads)
 inline void launch_dquery(const AttentionBackward& args, const BackwardWork& work, void* stream) {
   constexpr int kWarps = kDqueryThreads / kLanes;
   const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
-  visit_bool(args.dtype == DType::kBFloat16, [&]<bool kBFloat16>() {
-    launch<attention_dquery_kernel<std::conditional_t<kBFloat16, BFloat16, Float16>>>(
-        {.blocks = args.batch * args.heads * blocks, .threads = kDqueryThreads}, stream, args,
-        static_cast<const float*>(work.dquery), work.numbers.scale);
-  });
+  launch<attention_dquery_kernel>(
+      {.blocks = args.batch * args.heads * blocks, .threads = kDqueryThreads}, stream, args,
+      static_cast<const float*>(work.dquery), work.numbers.scale);
 }
 
 }  // namespace onepass::cuda

@@ -17,13 +17,15 @@ namespace onepass::cuda {
 
 // ---- products -----------------------------------------------------------------------------------
 
-// sum (16 x 8 kTiles) += left (16 x columns) right^T, by slabs of columns; factor(a, k) gives
-// columns k .. k + 15 of the left factor, and the rows of `right` begin at `first`.
+// sum (16 kRowTiles x 8 kTiles) += left (16 kRowTiles x columns) right^T, by slabs of columns;
+// factor(a, m, k) gives rows 16 m .. 16 m + 15 of columns k .. k + 15 of the left factor, and the
+// rows of `right` begin at `first`.
 //
 // There is at least one slab. kBegins: the sums are zero before, and the first slab is computed
 // without a branch; that takes one more register, which not every kernel has.
-template <class T, bool kBegins = false, int kTiles, int kCols, class Factor>
-__device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T, kCols>& right,
+template <class T, bool kBegins = false, int kRowTiles, int kTiles, int kCols, class Factor>
+__device__ __forceinline__ void add_scores(float (&sum)[kRowTiles][kTiles][4],
+                                           const Tile<T, kCols>& right,
                                            const FragmentLanes<kCols>& lanes, int first, int slabs,
                                            Factor&& factor) {
   ONEPASS_UNROLL
@@ -31,13 +33,15 @@ __device__ __forceinline__ void add_scores(float (&sum)[kTiles][4], const Tile<T
     if (!(kBegins && slab == 0) && slab >= slabs) continue;
     ONEPASS_UNROLL
     for (int k = slab * kSlab; k < (slab + 1) * kSlab; k += 16) {
-      uint32_t a[4];
-      factor(a, k);
+      uint32_t a[kRowTiles][4];
+      ONEPASS_UNROLL
+      for (int m = 0; m < kRowTiles; ++m) factor(a[m], m, k);
       ONEPASS_UNROLL
       for (int n = 0; n < kTiles; n += 2) {
         uint32_t b[4];
         load_b<true>(b, right, lanes, k, first + 8 * n);
-        add_product<T>(sum[n], sum[n + 1], a, b);
+        ONEPASS_UNROLL
+        for (int m = 0; m < kRowTiles; ++m) add_product<T>(sum[m][n], sum[m][n + 1], a[m], b);
       }
     }
   }

@@ -46,6 +46,15 @@ void visit_bucket(const Attention& args, F&& f) {
 }
 
 // Instances of the forward; a call takes the first one that can serve it.
+//
+// kPart and kTerms, and the backward, decide in their loops which pieces rows have. Compiled for
+// pieces of 16 bytes alone (sm_90, bfloat16), an iteration issues fewer instructions, at 64, 128
+// and 256 columns:
+//   kPart      1,156 -> 1,122   1,139 -> 1,091   1,147 -> 1,075
+//   kTerms     2,491 -> 2,460   1,634 -> 1,611   2,361 -> 2,338
+//   backward   1,325 -> 1,300   1,163 -> 1,134     887 -> 865; wide 1,190 -> 1,176
+// The products of an iteration keep a quarter of a multiprocessor busy for 1,536 or 2,048 clocks on
+// the A100 (8 each), so that instances of their own would not be faster.
 enum class ForwardKind {
   kWhole,  // rows as long as the bucket, in pieces of 16 bytes
   kPaged,  // the same, with keys in pages
@@ -77,7 +86,8 @@ constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile, bool l
 
 // Whether two blocks of so many bytes fit on a multiprocessor, so that one multiplies during the
 // softmax of the other. Each block takes 1 KiB more than it asks for; `shared` is the most that a
-// single block may ask for.
+// single block may ask for. Registers: a block of 128 threads with 255 registers each, which are
+// given out by eights, takes half of the 65,536 of a multiprocessor, so two always fit.
 constexpr bool two_fit(size_t bytes, size_t shared) { return 2 * (bytes + 1024) <= shared + 1024; }
 
 // Whether a call takes the narrow tile: if two blocks with the other would not fit. So it is at 128
@@ -120,8 +130,22 @@ static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1
 // elsewhere (163 KiB and more) the next one is loaded beside it: the same additions in the same
 // order, so results do not depend on it.
 //
-// At 128 columns too, 32 keys by half of the queries would need 144 reads of fragments instead of
-// 176, but 16 KiB more for P: 99 KiB has no room for it, 163 KiB has.
+// At 128 columns a block has one of two layouts, which add the same products in the same order. A
+// warp reads so many fragments by ldmatrix for the products of a tile of queries, 64 of each kind:
+//                                            S    dP   dV   dK   dQ   all   eight warps
+//   16 keys by 64 queries, P in registers    40   40   32   32   32   176   5,632 clocks
+//   32 keys by 32 queries, P shared (wide)   32   32   24   24   32   144   4,608 clocks
+// Shared memory serves one in 4 clocks. The tensor cores of an A100 need 5,120 clocks for the
+// 5 x 64 x 128 x 128 multiply-adds (1,024 per clock), those of an H100 about 4,060: the first
+// layout would wait for shared memory. Both devices have the 163 KiB that P beside dS and two tiles
+// of queries take.
+//
+// In 99 KiB the wide layout does not fit. K, V, Q and dO take 96 KiB, the rest 3 KiB; dS lies in
+// the place of dO. P needs 16 KiB before dO is used for the last time, and half of them for 32
+// queries, which would read 96 fragments for 160 products: more than 176 for 320. But these devices
+// multiply at most 512 per clock, in 10,240 clocks, so that shared memory is not their bound.
+//
+// Calls with terms of scores have the first layout everywhere: their terms take longer.
 constexpr AttentionTile backward_tile(int bucket) {
   if (bucket == 64) return {.queries = 128, .keys = 128, .warps = 8};
   if (bucket == 128) return {.queries = 64, .keys = 128, .warps = 8};
@@ -130,9 +154,14 @@ constexpr AttentionTile backward_tile(int bucket) {
 
 // Queries whose scores a warp computes at a time: S and dP of 64 are 64 registers. Terms of scores
 // need registers too.
-constexpr int backward_strip(int bucket, bool terms) {
-  return bucket == 256 ? 16 : terms ? 32 : 64;
+constexpr int backward_strip(int bucket, bool terms, bool wide) {
+  return bucket == 256 ? 16 : terms || wide ? 32 : 64;
 }
+
+constexpr bool has_wide_layout(int bucket, bool terms) { return bucket == 128 && !terms; }
+
+// A warp has the scores of 16 times so many keys.
+constexpr int backward_score_rows(bool wide) { return wide ? 2 : 1; }
 
 // Columns of V that stay in registers as factors; the others stay in shared memory.
 constexpr int backward_kept_columns(int bucket) { return bucket == 64 ? 64 : bucket - 128; }
@@ -142,18 +171,20 @@ constexpr bool backward_shares_place(int bucket, int stages) {
   return bucket == 128 && stages == 1;
 }
 
-// Columns of a row of dS, transposed; at 256 columns P has half of them.
-constexpr int backward_score_columns(int bucket) { return bucket == 64 ? 128 : 64; }
+// Columns of a row of dS, transposed; at 256 columns and in the wide layout P has half of them.
+constexpr int backward_score_columns(int bucket, bool wide) {
+  return bucket == 64 || wide ? 128 : 64;
+}
 
 constexpr int kQueryNumbers = 5;  // QueryNumbers of backward_scores.cuh
 constexpr int kSmallBytes = 512;  // BlockConstants, TurnFacts, scratch of all warps
 
-// K and V; Q and dO; dS; numbers of the queries of two tiles.
-constexpr size_t backward_shared_bytes(int bucket, int stages) {
+// K and V; Q and dO; dS and P; numbers of the queries of two tiles.
+constexpr size_t backward_shared_bytes(int bucket, int stages, bool wide = false) {
   const AttentionTile tile = backward_tile(bucket);
   const int columns = 2 * bucket - backward_kept_columns(bucket);
   const int scores =
-      backward_shares_place(bucket, stages) ? 0 : tile.keys * backward_score_columns(bucket);
+      backward_shares_place(bucket, stages) ? 0 : tile.keys * backward_score_columns(bucket, wide);
   const int elements = columns * tile.keys + 2 * stages * tile.queries * bucket + scores;
   return elements * size_t{2} + 2 * kQueryNumbers * tile.queries * sizeof(float) + kSmallBytes;
 }
@@ -180,7 +211,7 @@ static_assert(backward_shared_bytes(128, 1) <= 99 * 1024);
 static_assert(backward_shared_bytes(256, 1) <= 99 * 1024);
 static_assert(bias_shared_bytes(128) <= 99 * 1024 && bias_shared_bytes(256) <= 99 * 1024);
 static_assert(backward_shared_bytes(64, kBackwardStages) <= 163 * 1024);
-static_assert(backward_shared_bytes(128, kBackwardStages) <= 163 * 1024);
+static_assert(backward_shared_bytes(128, kBackwardStages, true) <= 163 * 1024);
 static_assert(backward_shared_bytes(256, kBackwardStages) <= 163 * 1024);
 
 }  // namespace onepass::cuda
