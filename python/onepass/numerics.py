@@ -98,7 +98,7 @@ def compare(
             shapes = f"{tuple(mine.shape)}, {tuple(definition.shape)}, {tuple(stock.shape)}"
             return Comparison(math.inf, 0.0, 0.0, 0.0, False, f"shapes differ: {shapes}")
     mine, definition, stock = (
-        torch.cat([tensor.detach().double().flatten().cpu() for tensor in tensors])
+        torch.cat([tensor.detach().double().flatten().to(ours[0].device) for tensor in tensors])
         for tensors in (ours, ref, base)
     )
     rounded = definition.to(dtype)

@@ -225,3 +225,53 @@ def test_cuda_tables_show_gigabytes_per_second(capsys):
     assert "1.0x+ 1.0x? 85%+" in printed
     assert "copy 3100 GB/s" in printed and "gpu NVIDIA Something" in printed
     assert "left out by --limit or Ctrl-C: norm/x" in printed and "AVX2" not in printed
+
+
+# ---- the results of the timed tensors ------------------------------------------------------------
+
+
+def of_rows(ours, rows: int = 40) -> cases.Case:
+    """A case whose small check sees eight rows, and whose `ours` may be wrong in others."""
+    stock = norm.OPERATORS["layer_norm"]
+    make = partial(norm._tensors, "layer_norm", dtype=torch.bfloat16, grad=True, device="cpu")
+    return cases.Case(
+        "norm/rows",
+        replace(stock, ours=ours),
+        lambda: make(shape=(rows, 64)),
+        True,
+        4,
+        device="cuda",
+        make_checked=lambda: make(shape=(8, 64)),
+    )
+
+
+def right(*tensors):
+    return norm.OPERATORS["layer_norm"].ours(*tensors)
+
+
+def wrong_in_late_rows(*tensors):
+    (output,) = right(*tensors)
+    return (torch.cat([output[:30], 1.1 * output[30:]]),)
+
+
+def test_results_of_the_timed_tensors_are_checked():
+    assert cases._check(of_rows(right))[0] == cases._check(of_rows(wrong_in_late_rows))[0] == ""
+    assert cases._check_timed(of_rows(right)) == ("", "")
+    text, unchecked = cases._check_timed(of_rows(wrong_in_late_rows))
+    assert text.startswith("at the timed shape, result 0: error ") and not unchecked
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (RuntimeError("no kernel for Float\nat"), "no kernel for Float"),
+    ],
+)
+def test_timed_tensors_that_cannot_be_checked(error, reason):
+    def base(*tensors):
+        raise error
+
+    case = of_rows(right)
+    case = replace(case, operator=replace(case.operator, base=base))
+    assert cases._check_timed(case) == ("", reason)

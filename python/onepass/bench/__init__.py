@@ -13,7 +13,9 @@ fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``aga
 ``against_compile`` (how many times faster, with the 95 % interval), ``against_others``,
 ``unavailable`` (further variants that do not run here, with their errors), ``share_of_copy`` (or of
 an update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
-``right``, ``check``, ``error_share_of_bound`` and ``goal`` (from --goals; else nulls);
+``right``, ``check``, ``error_share_of_bound``, ``unchecked`` (on CUDA the timed tensors' own
+results are checked too: why they were not), ``goal`` (from --goals; else nulls), ``sm_mhz`` and
+``watts`` (a CUDA device's clock and power meanwhile; else nulls);
 ``other_load`` is the number of cores that others kept busy meanwhile (null on CUDA).
 """
 
@@ -28,6 +30,7 @@ import pkgutil
 import sys
 import time
 import traceback
+from dataclasses import replace
 
 from onepass import _library
 from onepass._output_file import OutputFile, write_or_say
@@ -55,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
         "--quick", action="store_true", help="one small shape, few rounds: a smoke run"
+    )
+    parser.add_argument(
+        "--stream", action="store_true", help="print each figure as soon as it is measured"
     )
     parser.add_argument(
         "--goals", metavar="FILE", help="factors to reach, by case, such as benchmarks/goals.json"
@@ -147,7 +153,8 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
     from onepass.bench.ceilings import BIG_BYTES, CUDA_BIG_BYTES, ceilings, cuda_ceilings
     from onepass.bench.harness import MIN_ROUNDS as ROUNDS_AT_ONE_PLACE
     from onepass.bench.machine import OtherLoad, command_line, machine_facts, recycled_memory
-    from onepass.bench.report import progress
+    from onepass.bench.report import figure, progress
+    from onepass.bench.sensors import Sensors
 
     on_cuda = args.device == "cuda"
     seconds, places, rounds = args.seconds, PLACES, MIN_ROUNDS
@@ -167,7 +174,7 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
                 left_out.append(pending.name)
             else:
                 try:
-                    rows[pending.name] = measure(
+                    row = measure(
                         pending,
                         seconds=seconds,
                         compiled=not args.no_compile,
@@ -176,6 +183,12 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
                         limits=limits,
                         goal=goals.of(pending.name),
                     )
+                    if sensors is not None:  # the timing comes last
+                        now = time.perf_counter()
+                        row = replace(row, load=sensors.between(now - seconds, now))
+                    rows[pending.name] = row
+                    if args.stream:
+                        print(figure(row), flush=True)
                 except KeyboardInterrupt:  # the figures of earlier cases are still reported
                     interrupted = True
                     left_out.append(pending.name)
@@ -186,10 +199,12 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
             pending = next(ordered, None)
 
     machine, others = machine_facts(), OtherLoad()
-    if on_cuda:
+    sensors = Sensors() if on_cuda else None
+    if sensors is not None:
         limits = cuda_ceilings(CUDA_BIG_BYTES // 16, 2048) if args.quick else cuda_ceilings()
         recycled = None
         run_while(fresh=False)
+        sensors.close()
     else:
         limits = ceilings(BIG_BYTES // 16 if args.quick else BIG_BYTES)
         run_while(fresh=True)  # first: malloc's own adaptation ends with the first mallopt

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from onepass.bench.harness import (
     pool,
 )
 from onepass.bench.machine import fill_holes
+from onepass.bench.sensors import Load
 
 SEED = 0
 PLACES = 5
@@ -133,6 +134,8 @@ class Row:
     arithmetic_gflops: float | None = None  # the ceiling of a case with flops
     unavailable: Mapping[str, str] = field(default_factory=dict)  # optional variants: the reasons
     goal: Goal = Goal()
+    load: Load = Load()  # of a CUDA device meanwhile
+    unchecked: str = ""  # why the results of the timed tensors themselves were not checked
 
     @property
     def against_eager(self) -> Interval:
@@ -201,7 +204,9 @@ class Row:
             "right": not self.check,
             "check": self.check or None,
             "error_share_of_bound": self.margin,
+            "unchecked": self.unchecked or None,
             "goal": self.goal.to_dict(),
+            **asdict(self.load),
         }
 
 
@@ -222,6 +227,9 @@ def measure(
     """
     torch.manual_seed(SEED)
     check, margin = _check(case)
+    unchecked = ""
+    if not check and case.device == "cuda" and case.make_checked is not None:
+        check, unchecked = _check_timed(case)
     functions = {
         "ours": case.operator.ours,
         "eager": case.operator.stock,
@@ -289,6 +297,7 @@ def measure(
         arithmetic,
         unavailable,
         goal or Goal(),
+        unchecked=unchecked,
     )
 
 
@@ -417,14 +426,38 @@ def _replayed(function: Function, inputs: _Ring) -> Callable[[], None]:
 
 def _check(case: Case) -> tuple[str, float]:
     """(the error's text, worst error over bound): outputs and gradients by the numerics rule."""
-    tensors, upstream = _tensors(case, case.make_checked)
+    return _compare(case, case.make_checked, case.operator.formula, torch.float64)
+
+
+def _check_timed(case: Case) -> tuple[str, str]:
+    """(the error's text, why there was no check): of the timed tensors themselves, against torch's
+    function in float32, or in float64 for float32.
+
+    Float32 is exact enough for results of 16 bits, and the formula would need more memory.
+    """
+    try:
+        text, _ = _compare(case, None, case.operator.base, None)
+    except torch.OutOfMemoryError:
+        return "", "out of memory"
+    except RuntimeError as error:
+        # torch's function may have no kernel for that dtype. A fault of ours is no secret: after
+        # it, nothing can be timed.
+        return "", _first_line(error)
+    return text and f"at the timed shape, {text}", ""
+
+
+def _compare(
+    case: Case, make: Callable[[], list[Tensor]] | None, exact: Function, wide: torch.dtype | None
+) -> tuple[str, float]:
+    tensors, upstream = _tensors(case, make)
+    if wide is None:
+        narrow = {tensor.dtype for tensor in tensors} & {torch.bfloat16, torch.float16}
+        wide = torch.float32 if narrow else torch.float64
     operator = case.operator
 
-    def results(function: Function, wide: bool = False) -> list[Tensor]:
+    def results(function: Function, dtype: torch.dtype | None = None) -> list[Tensor]:
         inputs = [
-            tensor.detach()
-            .to(torch.float64 if wide else tensor.dtype, copy=True)
-            .requires_grad_(grad)
+            tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_(grad)
             for tensor, grad in zip(tensors, (t.requires_grad for t in tensors), strict=True)
         ]
         torch.manual_seed(SEED)  # every variant that draws a seed draws this one
@@ -441,7 +474,7 @@ def _check(case: Case) -> tuple[str, float]:
     wrong, margin = "", 0.0
     triples = zip(
         results(operator.ours),
-        results(operator.formula, wide=True),
+        [result.double() for result in results(exact, wide)],
         results(operator.base),
         strict=True,
     )

@@ -31,6 +31,19 @@ def progress(cases: Sequence[Case]) -> Iterator[Case]:
             bar.advance(task)
 
 
+def figure(row: Row) -> str:
+    """A row in one line: what --stream prints."""
+    parts = [f"ours {row.timing.median('ours') * 1e6:.1f} us"]
+    parts.append(f"{row.against_eager.median:.2f} x eager")
+    if row.against_compile is not None:
+        parts.append(f"{row.against_compile.median:.2f} x compile")
+    parts += [f"{ratio.median:.2f} x {name}" for name, ratio in row.against_others.items()]
+    if row.share is not None:
+        parts.append(f"{row.share:.0%} of the ceiling".replace("%", " %"))
+    parts += filter(None, [str(row.load), row.check and f"WRONG: {row.check}"])
+    return f"figure {row.case.name}: {', '.join(parts)}"
+
+
 def print_tables(rows: Sequence[Row]) -> None:
     console = Console()
     if not console.is_terminal:

@@ -33,6 +33,7 @@ EPS = 1e-5
 CUDA_ELEMENTS = 1 << 26
 CUDA_COLUMNS = (1024, 4096, 8192, 2048, 16384)  # with a time limit the last are missing
 CUDA_FLOAT32 = ("layer_norm", "rms_norm")
+CUDA_FEW_ROWS = ((2048, 4096), (4096, 4096), (8192, 4096))  # as a step of training has
 CUDA_CHECKED_ELEMENTS = 1 << 19
 
 # Samples of a modulated norm's rows: as many scales, shifts and gates.
@@ -150,6 +151,10 @@ def _cuda_cases(quick: bool) -> Iterator[Case]:
     for name in ("layer_norm", "rms_norm"):
         yield from _overhead(name, "cuda")
     shapes = [(CUDA_ELEMENTS // cols, cols) for cols in CUDA_COLUMNS]
+    for shape in () if quick else CUDA_FEW_ROWS:
+        for name in ("layer_norm", "rms_norm"):
+            for phase in ("forward", "backward"):
+                yield _case(name, shape, torch.bfloat16, phase, cold=True, device="cuda")
     for shape in (QUICK,) if quick else shapes:
         for name in OPERATORS:
             for dtype in (torch.bfloat16, torch.float32):

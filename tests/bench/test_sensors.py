@@ -1,0 +1,81 @@
+"""Clock and power of a device, from a stand-in for nvidia-smi, and figures that are streamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepass.bench.sensors import Load, Sensors
+from tests.bench.test_harness import run
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Installs an nvidia-smi that writes its arguments to a file, then prints these lines."""
+
+    def install(*lines: str):
+        said = "".join(f"echo '{line}'\n" for line in lines)
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{said}exec sleep 60\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        return tmp_path / "asked"
+
+    return install
+
+
+def load_of(sensors: Sensors, samples: int) -> Load:
+    start = time.perf_counter()
+    while len(sensors._samples) < samples and time.perf_counter() < start + 20:
+        time.sleep(0.01)
+    assert sensors.between(0.0, start - 60) == Load()  # of a time without samples
+    found = sensors.between(start - 60, time.perf_counter())
+    sensors.close()
+    return found
+
+
+def test_medians_of_clock_and_power(smi):
+    asked = smi("1980, 310.5", "1410, 700.0", "1755, 650.1")
+    assert load_of(Sensors("GPU-1"), 3) == Load(1755.0, 650.1)
+    words = asked.read_text().split()
+    assert "--query-gpu=clocks.sm,power.draw" in words and "--id=GPU-1" in words
+    assert str(Load(1755.0, 650.1)) == "1755 MHz, 650 W"
+
+
+def test_a_device_that_does_not_tell_its_power(smi):
+    smi("1980, [N/A]", "1410, [N/A]")
+    load = load_of(Sensors("GPU-1"), 2)
+    assert load == Load(1695.0, None) and str(load) == "1695 MHz"
+
+
+def test_without_nvidia_smi_nothing_is_known(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_of(Sensors("GPU-1"), 0) == Load() and str(Load()) == ""
+
+
+def test_the_device_is_torchs_current_one(smi, monkeypatch):
+    asked = smi("1980, 310.5")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for properties, device in (({"uuid": "ab-cd"}, "GPU-ab-cd"), ({}, "1")):
+        of = SimpleNamespace(**properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, of=of: of)
+        load_of(Sensors(), 1)
+        assert f"--id={device}" in asked.read_text().split()
+
+
+def test_figures_are_streamed(capsys, tmp_path):
+    """One line for each row, in front of the tables; on the CPU without clock and power."""
+    case = "norm/rms_norm/float32/*/forward"
+    words = ("norm", "--quick", "--no-compile", "--case", case, "--json", str(tmp_path / "f"))
+    assert run(*words, "--stream") == 0
+    (row,) = json.loads((tmp_path / "f").read_text())["rows"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("figure ")]
+    median = row["times"]["ours"]["median_us"]
+    (line,) = lines
+    assert line.startswith(f"figure {row['name']}: ours {median:.1f} us, ") and "x eager" in line
+    assert row["sm_mhz"] is None and row["watts"] is None and "MHz" not in line
