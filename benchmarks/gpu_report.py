@@ -1,9 +1,10 @@
 """`make gpu-report`: one command that tests and measures onepass on a machine with a CUDA device.
 
 Builds onepass for the device that torch sees, for the Python that runs this and without changing
-it, then runs the device tests, the benchmarks, a comparison of a whole model and compute-sanitizer.
-Writes bench-*.json, compare-*.json, report.json, report.log and table.md to
-benchmarks/results/<device>/. If a step fails, the others still run.
+it, then runs every kernel once, the device tests, the benchmarks, profiles of the kernels, a
+comparison of a whole model and compute-sanitizer. Prints each figure as soon as it is known. Writes
+a JSON file for each step, report.json, report.log and table.md to benchmarks/results/<device>/, and
+all of them to gpu-report.tar.gz beside it. If a step fails, the others still run.
 
 Exit codes: 0, 1 if a step failed, 2 if there is nothing to run on: no torch with CUDA, no device,
 no nvcc, a missing package.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -29,10 +29,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TextIO
 
+from gpu_archive import pack
+from gpu_machine import ROOT, Obstacle, find_all, slug
 from gpu_table import markdown
 
-ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-report"
 WRITTEN = ("report.json", "table.md")
 SITE = WORK / "site"  # where onepass is installed, for the steps alone
@@ -90,40 +92,17 @@ BENCHMARKS |= {
     "rotary": (("rotary",), 60),
 }
 BENCHMARKS |= {"optimizer": (("optimizer",), 60)}
+# Of gpu_kernels.py and gpu_sweep.py, and the seconds that each may take.
+KERNELS = {"ceilings": 60, "split": 90, "profile": 150, "sweep": 200}
+NO_COUNTERS = 3  # its exit code if it may not read the device's counters
+SMOKE = ("tests/device/test_smoke.py",)  # every instance once
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 BUDGET = 570.0  # seconds; the rest of ten minutes is for ending and reporting the last step
 HANGS = 90  # seconds of one test after which pytest prints its stack
 GRACE = 15.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
-
-PROBE = """
-import json
-try:
-    import torch
-except ImportError as error:
-    facts = {"obstacle": f"torch cannot be imported ({error}): install torch 2.10 or newer"}
-else:
-    if torch.version.cuda is None:
-        facts = {"obstacle": f"torch {torch.__version__} is built without CUDA"}
-    elif not torch.cuda.is_available():
-        facts = {"obstacle": f"torch {torch.__version__} sees no CUDA device"}
-    else:
-        major, minor = torch.cuda.get_device_capability()
-        facts = {
-            "gpu": torch.cuda.get_device_name(),
-            "capability": 10 * major + minor,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        }
-        if major < 8:
-            facts["obstacle"] = f"{facts['gpu']} is sm_{major}{minor}, and onepass needs sm_80 on"
-print(json.dumps(facts))
-"""
-
-
-class Obstacle(Exception):
-    """The reason why nothing can run, in one line."""
+FIGURE = "figure "  # a line of a step's output that begins so is printed as soon as it is written
+POLL = 0.5  # seconds between two looks for such lines
 
 
 @dataclass(frozen=True)
@@ -168,74 +147,6 @@ class Step:
     skip: str = ""
 
 
-# ---- the machine ---------------------------------------------------------------------------------
-
-
-def facts_of_device(python: str = sys.executable) -> dict:
-    """Name, capability and torch of the device that torch uses; raises Obstacle."""
-    result = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
-    try:
-        facts = json.loads(result.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (result.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise Obstacle(f"torch could not be asked for its device: {last}") from None
-    if "obstacle" in facts:
-        raise Obstacle(facts["obstacle"])
-    return facts
-
-
-def find_tool(name: str, environment: Mapping[str, str]) -> str:
-    """The path of a program of the CUDA toolkit, from PATH, CUDA_HOME or the usual place, or ""."""
-    homes = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [environment.get("PATH", "")]
-    folders += [os.path.join(home, sub) for home in homes if home for sub in ("bin", name)]
-    return shutil.which(name, path=os.pathsep.join(folders)) or ""
-
-
-def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
-    """Distributions that this Python does not have.
-
-    Looked up by the name of the distribution: a search for the module `pip` makes setuptools leave
-    distutils alone, and inductor then fails in this process.
-    """
-    missing = []
-    for name in names:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    return missing
-
-
-def find_all(environment: Mapping[str, str]) -> tuple[dict, dict[str, str]]:
-    """(facts of device and software, paths of the toolkit's tools); raises Obstacle."""
-    facts = facts_of_device()
-    tools = {name: find_tool(name, environment) for name in ("nvcc", "compute-sanitizer")}
-    tools["nvcc"] = environment.get("CUDACXX") or tools["nvcc"]
-    if not tools["nvcc"]:
-        raise Obstacle("there is no nvcc on PATH or in CUDA_HOME: install the CUDA toolkit")
-    if missing := missing_packages():
-        raise Obstacle(f"this Python lacks {', '.join(missing)}: install them with pip")
-    return facts | {"commit": commit()}, tools
-
-
-def commit() -> str:
-    """The commit of this checkout, "unknown" for a copy without git."""
-    try:
-        git = ["git", "-C", str(ROOT)]
-        run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
-        head = run([*git, "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-        changed = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
-        return head + (" and changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def slug(device: str) -> str:
-    """A folder's name for the device."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
 # ---- the steps -----------------------------------------------------------------------------------
 
 
@@ -258,10 +169,13 @@ def plan(
     )
     return [
         build,
+        tests("smoke", SMOKE, pytest, limit=60),
         Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor),
+        *(kernels(name, facts, tools, folder, python) for name in KERNELS if name != "sweep"),
         *(tests(name, files, quick) for name, files in TESTS.items()),
         *(bench(name, onepass, folder) for name in BENCHMARKS),
         *(compare(dtype, onepass, folder) for dtype in ("float32", "bfloat16")),
+        kernels("sweep", facts, tools, folder, python),
         tests("slow tests", every_file, slow),
         *(
             sanitizer(tool, name, files, pytest, tools["compute-sanitizer"])
@@ -271,11 +185,23 @@ def plan(
     ]
 
 
-def tests(name: str, files: Sequence[str], pytest: Sequence[str]) -> Step:
+def tests(name: str, files: Sequence[str], pytest: Sequence[str], limit: float = 200) -> Step:
     results = WORK / f"{slug(name)}.xml"
     words = [*pytest, f"--junit-xml={results}", *files]
     judge = functools.partial(judge_tests, results=results)
-    return Step(name, 60, 200, lambda seconds: words, judge)
+    return Step(name, min(60, limit / 2), limit, lambda seconds: words, judge)
+
+
+def kernels(name: str, facts: Mapping, tools: Mapping[str, str], folder: Path, python: str) -> Step:
+    file = f"{name}.json"
+    program = ["gpu_sweep.py"] if name == "sweep" else ["gpu_kernels.py", name]
+    words = [python, str(ROOT / "benchmarks" / program[0]), *program[1:], "--json", folder / file]
+    words += ["--nvcc", tools["nvcc"], "--arch", str(facts["capability"])]
+    words += ["--ncu", tools["ncu"]] if name == "profile" else []
+    judge = functools.partial(judge_kernels, file=folder / file)
+    no_ncu = "ncu (Nsight Compute) is not on this machine"
+    skip = no_ncu if name == "profile" and not tools["ncu"] else ""
+    return Step(name, 30, KERNELS[name], lambda seconds: words, judge, skip=skip)
 
 
 def bench(name: str, onepass: Sequence[str], folder: Path) -> Step:
@@ -285,7 +211,7 @@ def bench(name: str, onepass: Sequence[str], folder: Path) -> Step:
     def command(seconds: float) -> list[str]:
         # Its imports, and the case that runs when the limit is reached, take time as well.
         within = f"{max(seconds - 45, seconds / 3):.0f}"
-        words = [*onepass, "bench", *families, "--device", "cuda", "--seconds", "0.3"]
+        words = [*onepass, "bench", *families, "--device", "cuda", "--seconds", "0.3", "--stream"]
         return [*words, "--limit", within, "--json", file]
 
     judge = functools.partial(judge_bench, file=folder / file)
@@ -380,6 +306,15 @@ def judge_bench(code: int, log: str, file: Path) -> Outcome:
     return Outcome("ok" if code == 0 else "failed", detail + (f"; first {first}" if first else ""))
 
 
+def judge_kernels(code: int, log: str, file: Path) -> Outcome:
+    if code == NO_COUNTERS:
+        return Outcome("skipped", "only administrators may read this device's counters")
+    found = read_json(file)
+    if code or not found:
+        return Outcome("failed", f"exit code {code}")
+    return Outcome("ok", f"{len(found)} rows")
+
+
 def judge_compare(code: int, log: str, file: Path) -> Outcome:
     compared = read_json(file)
     if code or compared is None:
@@ -444,7 +379,7 @@ def execute(
         elif seconds < step.least:
             outcome = Outcome("left out", f"{max(seconds, 0):.0f} s of the budget were left")
         else:
-            code, text = run(step, seconds, log)
+            code, text = run(step, seconds, log, say)
             if code is not None:
                 outcome = step.judge(code, text)
             else:  # its own fault only if it had its full limit
@@ -462,8 +397,13 @@ def execute(
     return records
 
 
-def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
-    """(exit code, or None if it did not end in time; its output, which goes to the log too)."""
+def run(
+    step: Step, seconds: float, log: Path, say: Callable[[str], object] = print
+) -> tuple[int | None, str]:
+    """(exit code, or None if it did not end in time; its output, which goes to the log too).
+
+    `say` gets its figures while it runs: if this process is ended, they are known.
+    """
     words = [str(word) for word in step.command(seconds)]
     with open(log, "a+", encoding="utf-8", errors="replace") as file:
         file.write(f"\n$ {' '.join(words)}\n")
@@ -484,13 +424,30 @@ def run(step: Step, seconds: float, log: Path) -> tuple[int | None, str]:
         except OSError as error:
             return 127, str(error)
         try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            with open(log, encoding="utf-8", errors="replace") as output:
+                output.seek(begin)
+                code = _wait(process, seconds, output, say)
         finally:
             _end(process)
         file.seek(begin)
         return code, file.read()
+
+
+def _wait(
+    process: subprocess.Popen, seconds: float, output: TextIO, say: Callable[[str], object]
+) -> int | None:
+    """Its exit code, or None if it does not end in time."""
+    end, begun = time.monotonic() + seconds, ""
+    while True:
+        left = end - time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(min(POLL, left), 0))
+        *lines, begun = (begun + output.read()).split("\n")
+        for line in lines:
+            if line.startswith(FIGURE):
+                say(f"    {line.removeprefix(FIGURE)}")
+        if process.returncode is not None or left <= 0:
+            return process.returncode
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -522,7 +479,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--only", nargs="+", metavar="GLOB",
-        help="of the steps behind the build: two runs of a half each have twice the time",
+        help="of the steps after the build; what other runs found on this machine is kept",
     )  # fmt: skip
     args = parser.parse_args(argv)
     start = time.monotonic()
@@ -546,10 +503,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = folder.glob("*.json")
     if args.only:  # results of other steps stay in the table
         figures = [folder / f"{slug(step.name)}.json" for step in chosen]
-    for stale in [*figures, folder / "report.log", *WORK.glob("*.xml")]:
+    earlier = read_json(folder / "report.json") if args.only else None
+    for stale in [*figures, *WORK.glob("*.xml"), *([] if earlier else [folder / "report.log"])]:
         stale.unlink(missing_ok=True)
     print(f"{machine['gpu']}, torch {machine['torch']}, {tools['nvcc']}; results in {folder}")
-    keep = functools.partial(write, folder, machine, args.budget, start)
+    before = [
+        step
+        for step in (earlier or {}).get("steps", ())
+        if earlier["machine"] == machine and step["name"] not in {s.name for s in [build, *chosen]}
+    ]
+    keep = functools.partial(write, folder, machine, args.budget, start, before)
     left = args.budget - (time.monotonic() - start)
     say = functools.partial(print, flush=True)
     steps = execute([build, *chosen], left, folder / "report.log", say, keep)
@@ -568,18 +531,20 @@ def output_files():
 
 
 def write(
-    folder: Path, machine: dict, budget: float, start: float, steps: list[dict]
+    folder: Path, machine: dict, budget: float, start: float, before: list[dict], steps: list[dict]
 ) -> tuple[str, bool]:
-    """Writes report.json and table.md, from these records and from the files of their steps.
+    """Writes report.json and table.md, from these records and from the files of their steps, and
+    the archive of the folder beside it.
 
-    Returns the table, and whether both could be written; if not, stderr says why.
+    `before`: records of earlier runs on the same machine, with other steps. Returns the table, and
+    whether all could be written; if not, stderr says why.
     """
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine,
         "budget": budget,
         "seconds": round(time.monotonic() - start, 1),
-        "steps": steps,
+        "steps": [*before, *steps],
     }
     measured = [read_json(folder / f"bench-{name}.json") for name in BENCHMARKS]
     compared = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
@@ -588,6 +553,11 @@ def write(
     for name, text in zip(WRITTEN, (json.dumps(report, indent=1) + "\n", table), strict=True):
         file = module.OutputFile(folder / name, trial=False)
         written &= module.write_or_say("gpu-report", name, file, text.encode())
+    try:
+        pack(folder, folder.parent)
+    except OSError as error:
+        print(f"gpu-report: the archive could not be written: {error}", file=sys.stderr)
+        written = False
     return table, written
 
 

@@ -6,11 +6,14 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,7 @@ FACTS = {
     "cuda": "13.0",
     "commit": "0123456789ab",
 }
-TOOLS = {"nvcc": "/usr/bin/nvcc", "compute-sanitizer": "/usr/bin/compute-sanitizer"}
+TOOLS = {name: f"/usr/bin/{name}" for name in ("nvcc", "compute-sanitizer", "ncu")}
 
 
 def load():
@@ -48,9 +51,6 @@ def results_of(records) -> list[str]:
     return [record["result"] for record in records]
 
 
-# ---- the machine ---------------------------------------------------------------------------------
-
-
 def test_without_a_device_it_says_so_and_exits_2():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
@@ -69,87 +69,15 @@ def test_make_passes_the_python_and_the_flags_on():
     assert result.stdout.strip() == "my-python benchmarks/gpu_report.py --budget 60"
 
 
-def test_torch_that_is_missing_or_broken(tmp_path, monkeypatch):
-    for source, message in [
-        ("raise ImportError('no such file')", r"cannot be imported \(no such file\)"),
-        ("raise SystemExit('torn')", "could not be asked for its device: torn"),
-    ]:
-        (tmp_path / "torch.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        with pytest.raises(gpu_report.Obstacle, match=message):
-            gpu_report.facts_of_device()
-
-
-def test_facts_of_a_device(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    torch_of = (
-        "from types import SimpleNamespace as N\n"
-        "__version__, version = '2.11.0+cu130', N(cuda='13.0')\n"
-        "cuda = N(is_available=lambda: True, get_device_capability=lambda: {},\n"
-        "         get_device_name=lambda: '{}')\n"
-    )
-    (tmp_path / "torch.py").write_text(torch_of.format((9, 0), FACTS["gpu"]))
-    assert gpu_report.facts_of_device() | {"commit": FACTS["commit"]} == FACTS
-    (tmp_path / "torch.py").write_text(torch_of.format((7, 5), "Tesla T4"))
-    with pytest.raises(gpu_report.Obstacle, match="^Tesla T4 is sm_75, and onepass needs sm_80 on"):
-        gpu_report.facts_of_device()
-
-
-def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path):
-    def program(*parts: str) -> str:
-        file = tmp_path.joinpath(*parts)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("#!/bin/sh\n")
-        file.chmod(0o755)
-        return str(file)
-
-    on_path = program("path", "some-tool")
-    in_toolkit = program("cuda", "some-tool", "some-tool")
-    in_bin = program("cuda", "bin", "other-tool")
-    cuda = {"CUDA_HOME": str(tmp_path / "cuda")}
-    path = {"PATH": str(tmp_path / "path")}
-    assert gpu_report.find_tool("some-tool", cuda | path) == on_path
-    assert gpu_report.find_tool("some-tool", cuda) == in_toolkit
-    assert gpu_report.find_tool("other-tool", cuda | path) == in_bin
-    assert gpu_report.find_tool("no-such-tool", cuda | path) == ""
-
-
-def test_no_nvcc_or_package_is_one_line(monkeypatch):
-    monkeypatch.setattr(gpu_report, "facts_of_device", lambda: dict(FACTS))
-    monkeypatch.setattr(gpu_report, "find_tool", lambda name, environment: "")
-    with pytest.raises(gpu_report.Obstacle, match="there is no nvcc on PATH"):
-        gpu_report.find_all({})
-    facts, tools = gpu_report.find_all({"CUDACXX": "my-nvcc"})
-    assert tools == {"nvcc": "my-nvcc", "compute-sanitizer": ""} and facts["gpu"] == FACTS["gpu"]
-    monkeypatch.setattr(gpu_report, "missing_packages", lambda: ["rich", "pytest"])
-    with pytest.raises(gpu_report.Obstacle, match="lacks rich, pytest: install them with pip"):
-        gpu_report.find_all({"CUDACXX": "my-nvcc"})
-
-
-def test_missing_packages():
-    assert gpu_report.missing_packages(["torch", "no-such-package"]) == ["no-such-package"]
-
-
-@pytest.mark.parametrize(
-    ("device", "folder"),
-    [
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", "nvidia-geforce-rtx-4070-ti-super"),
-        ("Tesla T4 (MIG 1g.5gb)", "tesla-t4-mig-1g-5gb"),
-    ],
-)
-def test_slug(device, folder):
-    assert gpu_report.slug(device) == folder
-
-
 # ---- the plan ------------------------------------------------------------------------------------
 
 
 def test_plan(tmp_path):
     steps = {step.name: step for step in gpu_report.plan(FACTS, TOOLS, tmp_path, "python")}
     assert list(steps) == [
-        "build", "doctor", *gpu_report.TESTS, "bench decode", "bench attention", "bench norm",
-        "bench rotary", "bench optimizer", "compare float32", "compare bfloat16", "slow tests",
+        "build", "smoke", "doctor", "ceilings", "split", "profile", *gpu_report.TESTS,
+        "bench decode", "bench attention", "bench norm", "bench rotary", "bench optimizer",
+        "compare float32", "compare bfloat16", "sweep", "slow tests",
         *(f"{tool}, {tests}" for tests in gpu_report.TESTS for tool in gpu_report.SANITIZERS),
     ]  # fmt: skip
     words = {name: " ".join(map(str, step.command(100.0))) for name, step in steps.items()}
@@ -172,11 +100,18 @@ def test_plan(tmp_path):
             assert file in words[name] and file in words["slow tests"] and (ROOT / file).is_file()
         assert "-m device and not slow" in words[name]
     assert "-m device and slow" in words["slow tests"]
+    assert words["smoke"].endswith("tests/device/test_smoke.py")
+    for name in gpu_report.KERNELS:
+        script = "gpu_sweep.py" if name == "sweep" else f"gpu_kernels.py {name}"
+        assert f"{script} --json {tmp_path / name}.json --nvcc /usr/bin/nvcc" in words[name]
+        assert "--arch 90" in words[name] and ("--ncu /usr/bin/ncu" in words[name]) == (
+            name == "profile"
+        )
     assert all(0 < step.least < step.limit for step in steps.values())
 
 
 def test_every_device_test_is_run():
-    run = {file for files in gpu_report.TESTS.values() for file in files}
+    run = {file for files in gpu_report.TESTS.values() for file in files} | {*gpu_report.SMOKE}
     found = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/device/test_*.py")}
     for path in ROOT.glob("tests/*/test_*.py"):
         if re.search(
@@ -265,6 +200,29 @@ def test_steps_see_what_was_built_first(tmp_path):
     _, text = gpu_report.run(step, 20.0, tmp_path / "log")
     path, folder = text.splitlines()
     assert path.split(os.pathsep)[0] == str(gpu_report.SITE) and folder == str(tmp_path)
+
+
+def test_figures_are_printed_while_their_step_runs(tmp_path):
+    """Each line once, also one that is written in two parts."""
+    code = (
+        "import time\n"
+        "print('figure one: 1 us', flush=True)\n"
+        "print('figure tw', end='', flush=True)\n"
+        f"time.sleep(3 * {gpu_report.POLL})\n"
+        "print('o: 2 us\\nno figure', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "two" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.execute([python_step("bench", code)], 60.0, tmp_path / "log", say)
+    assert said == ["    one: 1 us", "    two: 2 us"]
+    assert "no figure" in (tmp_path / "log").read_text()
 
 
 def test_nothing_runs_after_a_build_that_failed(tmp_path):
@@ -467,6 +425,15 @@ def test_main_runs_the_steps_that_are_asked_for(tmp_path, monkeypatch, capsys):
     assert [step["name"] for step in report["steps"]] == ["build", *names[2:]]
     assert not (folder / "bench-norm.json").exists()
     assert (folder / "bench-attention.json").exists()
+    (folder / "report.log").write_text("of the first run\n")
+    gpu_report.main(["--out", str(tmp_path), "--only", "device tests"])
+    report = json.loads((folder / "report.json").read_text())
+    of_both = ["bench norm", "bench decode", "memcheck, device tests", "build", "device tests"]
+    assert [step["name"] for step in report["steps"]] == of_both
+    assert (folder / "report.log").read_text().startswith("of the first run\n")
+    gpu_report.main(["--out", str(tmp_path), "--only", "device tests"])  # once more
+    report = json.loads((folder / "report.json").read_text())
+    assert [step["name"] for step in report["steps"]] == of_both
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
@@ -490,13 +457,57 @@ def test_what_cannot_be_written_is_no_success(tmp_path, monkeypatch, capsys, whe
 
 
 def test_the_report_is_written_after_each_step(tmp_path):
-    counts = []
+    """Also as the archive that is carried away."""
+    counts, folder = [], tmp_path / "device"
+    folder.mkdir()
     steps = [python_step("build", ""), python_step("next", "")]
 
     def keep(records) -> None:
-        gpu_report.write(tmp_path, FACTS, 60.0, time.monotonic(), records)
-        counts.append(len(json.loads((tmp_path / "report.json").read_text())["steps"]))
-        assert f"| {records[-1]['name']} | ok |" in (tmp_path / "table.md").read_text()
+        gpu_report.write(folder, FACTS, 60.0, time.monotonic(), [], records)
+        counts.append(len(json.loads((folder / "report.json").read_text())["steps"]))
+        assert f"| {records[-1]['name']} | ok |" in (folder / "table.md").read_text()
+        with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
+            packed = json.loads(archive.extractfile("report.json").read())
+        assert len(packed["steps"]) == counts[-1]
 
     gpu_report.execute(steps, 60.0, tmp_path / "log", lambda line: None, keep)
     assert counts == [1, 2]
+
+
+# ---- half an hour in three calls -----------------------------------------------------------------
+
+
+def test_three_calls_run_every_step_once(tmp_path):
+    """Those of CONTRIBUTING.md; each fits ten minutes by the least times of its steps."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    calls = [shlex.split(of) for of in re.findall(r'--out FOLDER --only ([^"]+)"', text)]
+    build, *steps = gpu_report.plan(FACTS, TOOLS, tmp_path)
+    of_call = [[s for s in steps if any(fnmatchcase(s.name, o) for o in only)] for only in calls]
+    assert len(calls) == 3
+    assert sorted(s.name for of in of_call for s in of) == sorted(s.name for s in steps)
+    for of in of_call:
+        assert build.least + sum(step.least for step in of) <= gpu_report.BUDGET
+
+
+# ---- the kernels' steps --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code, rows, outcome",
+    [
+        (0, "[1, 2]", ("ok", "2 rows")),
+        (0, "[]", ("failed", "exit code 0")),
+        (1, "[1]", ("failed", "exit code 1")),
+        (3, "", ("skipped", "only administrators may read this device's counters")),
+    ],
+)
+def test_verdict_on_kernels(tmp_path, code, rows, outcome):
+    (tmp_path / "profile.json").write_text(rows)
+    judged = gpu_report.judge_kernels(code, "", tmp_path / "profile.json")
+    assert judged == gpu_report.Outcome(*outcome)
+
+
+def test_without_nsight_compute_there_is_no_profile(tmp_path):
+    steps = {s.name: s for s in gpu_report.plan(FACTS, TOOLS | {"ncu": ""}, tmp_path)}
+    assert steps["profile"].skip == "ncu (Nsight Compute) is not on this machine"
+    assert not steps["split"].skip and not steps["ceilings"].skip

@@ -1,0 +1,161 @@
+"""The ceilings, split and profile of the report, with stand-ins for device and Nsight Compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.install import nvcc
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # as where it is run as a script
+import gpu_kernels  # noqa: E402
+
+MANGLED = (
+    "void onepass::cuda::(anonymous namespace)::attention_backward_kernel<onepass::BFloat16, "
+    "(int)128, (bool)0, (bool)1>(AttentionBackward, onepass::cuda::BackwardWork)"
+)
+NAME = "attention_backward_kernel<BFloat16, 128, 0, 1>"
+SMALL = ("--device", "cpu", "--scale", "512")
+
+
+def test_names_of_kernels():
+    assert gpu_kernels.kernel_name(MANGLED) == NAME
+    assert gpu_kernels.kernel_name("Memset (Device)") == "Memset"
+    assert gpu_kernels.kernel_name("onepass::cuda::attention_delta_kernel(Args)") == (
+        "attention_delta_kernel"
+    )
+
+
+# ---- split ---------------------------------------------------------------------------------------
+
+
+def test_split_of_a_call():
+    """The mean of each kernel's time, in the order in which they first run."""
+    call = [("Memset (Device)", 2.0), (MANGLED, 100.0), ("attention_dquery_kernel(A)", 5.0)]
+    events = [
+        SimpleNamespace(name=name, device_type="DeviceType.CUDA", device_time_total=us)
+        for name, us in call * gpu_kernels.REPEATS
+    ]
+    events += [SimpleNamespace(name="aten::zero_", device_type="DeviceType.CPU")]
+    found = gpu_kernels.times_of(events, "cuda")
+    assert found == {"Memset": 2.0, NAME: 100.0, "attention_dquery_kernel": 5.0}
+    assert list(found) == ["Memset", NAME, "attention_dquery_kernel"]
+
+
+def test_split_runs_every_call(tmp_path, capsys):
+    """On the CPU, by its operators."""
+    file = tmp_path / "split.json"
+    assert gpu_kernels.main(["split", *SMALL, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "figure split, " in line]
+    assert len(lines) == len(rows) and all(len(row["kernels"]) == 1 for row in rows)
+    operators = {name for row in rows for name in row["kernels"]}
+    families = ("attention_forward", "attention_backward", "norm_forward", "norm_backward")
+    wanted = {f"onepass::{name}" for name in (*families, "attention_decode", "optimizer_step")}
+    assert operators == wanted
+
+
+# ---- profile -------------------------------------------------------------------------------------
+
+
+def ncu(folder: Path, *lines: str, code: int = 0) -> Path:
+    """A stand-in that notes its arguments, runs the program that it is given, and prints these."""
+    program = folder / "ncu"
+    (folder / "said").write_text("".join(f"{line}\n" for line in lines))
+    program.write_text(
+        "#!/usr/bin/env python3\n"
+        "import json, pathlib, subprocess, sys\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "words = sys.argv[1:]\n"
+        "first = next(i for i, word in enumerate(words) if word.endswith('gpu_kernels.py')) - 1\n"
+        "(folder / 'options').write_text(json.dumps(words[:first]))\n"
+        "print(subprocess.run(words[first:], capture_output=True, text=True, check=True).stdout)\n"
+        "print((folder / 'said').read_text())\n"
+        f"sys.exit({code})\n"
+    )
+    program.chmod(0o755)
+    return program
+
+
+def row_of(number: int, name: str, *values: str) -> str:
+    return ",".join(f'"{cell}"' for cell in (number, "1", name, *values))
+
+
+HEADER = row_of("ID", "Kernel Name", *gpu_kernels.METRICS.values()).replace('"1",', '"Process ID",')
+UNITS = row_of("", "", *["%"] * 6, "ns", "", "")
+VALUES = ("61.5", "30", "80.25", "70", "12", "12.4", "1,234,000", "2,000", "10")
+
+
+def test_profile_of_a_kernel(tmp_path, capsys):
+    program = ncu(tmp_path, "==PROF== Connected", HEADER, UNITS, row_of(0, MANGLED, *VALUES))
+    file = tmp_path / "profile.json"
+    words = ["profile", "--ncu", str(program), *SMALL, "--json", str(file)]
+    assert gpu_kernels.main(words) == 0
+    (row,) = json.loads(file.read_text())
+    values = (61.5, 30, 80.25, 70, 12, 12.4, 1234, 2000, 10)
+    wanted = dict(zip(gpu_kernels.METRICS, values, strict=True))
+    assert row == {"call": "adamw", "kernel": NAME, **wanted}  # the last call that was named
+    assert capsys.readouterr().out == (
+        f"figure profile, {NAME}: tensor 62 %, lsu 30 %, shared 80 %, issue 70 %, dram 12 %, "
+        "occupancy 12 %, conflicts 0.5 %, 1234.0 us\n"
+    )
+    options = json.loads((tmp_path / "options").read_text())
+    assert options[:2] == ["--clock-control", "none"]
+    assert set(options[options.index("--metrics") + 1].split(",")) == set(
+        gpu_kernels.METRICS.values()
+    )
+
+
+def test_a_metric_that_a_device_does_not_have():
+    lines = [HEADER, UNITS, row_of(0, MANGLED, "n/a", *VALUES[1:])]
+    (row,) = gpu_kernels.profile(lines, lambda line: None)
+    assert row["tensor"] is None and row["lsu"] == 30
+
+
+@pytest.mark.parametrize(
+    "said, code, expected",
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", 1, 3),
+        ("==ERROR== unrecognised option", 1, 1),
+        ("==WARNING== No kernels were profiled.", 0, 1),
+    ],
+)
+def test_no_profile(tmp_path, capsys, said, code, expected):
+    program = ncu(tmp_path, said, code=code)
+    assert gpu_kernels.main(["profile", "--ncu", str(program), *SMALL]) == expected
+    assert said in capsys.readouterr().err
+
+
+# ---- ceilings ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cubin() -> Path:
+    return nvcc.cubin(BENCHMARKS / "gpu_ceilings.cu", "sm_90")
+
+
+def test_loops_of_ceilings_do_what_is_counted(cubin):
+    """Eight products, eight fragments or one addition a turn, and little else."""
+    found = set()
+    for code in nvcc.machine_code(cubin).values():
+        for loop in nvcc.loops(code):
+            counts = [loop.count(word) for word in ("HMMA", "LDSM", "RED")]
+            if any(counts):
+                assert "LDL" not in loop and "STL" not in loop
+                assert loop.count("\n") < 4 * sum(counts) + 8
+                found.add(tuple(counts))
+    assert found == {(8, 0, 0), (0, 8, 0), (0, 0, 1)}
+
+
+def test_ceilings_without_a_device_say_so(capfd):
+    program = shutil.which("nvcc")
+    if program is None:
+        pytest.skip("there is no nvcc")
+    assert gpu_kernels.ceilings(program, "90", None) == 2
+    assert capfd.readouterr().err.endswith("gpu_ceilings: there is no device\n")

@@ -1,0 +1,116 @@
+"""The sweep of tiles: the tables that it makes, and its verdicts on programs that stand in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it is run as a script
+import gpu_sweep
+
+CASE = gpu_sweep.CASES[0]
+FIRST, SECOND, THIRD = CASE.candidates[:3]
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", gpu_sweep.CASES, ids=lambda case: case.name)
+def test_a_candidate_is_one_line_of_the_table(case):
+    """The first is the table's own: beside it, all tables of a case differ in that line alone."""
+    table = gpu_sweep.TABLE.read_text()
+    tables = [gpu_sweep.edited(table, case, candidate) for candidate in case.candidates]
+    assert case.line.format(case.candidates[0]) in table
+    for candidate, other in zip(case.candidates, tables, strict=True):
+        pairs = zip(tables[0].splitlines(), other.splitlines(), strict=True)
+        changed = [after for before, after in pairs if before != after]
+        assert len(changed) == (candidate != case.candidates[0])
+        assert all(candidate in line for line in changed)
+
+
+def test_a_table_of_another_form_is_refused():
+    with pytest.raises(ValueError, match="in the table 0 times"):
+        gpu_sweep.edited("constexpr int nothing = 0;\n", CASE, FIRST)
+
+
+def test_without_a_device_a_program_says_so(tmp_path, capsys, monkeypatch):
+    """One candidate, compiled as it is shipped."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    monkeypatch.setattr(gpu_sweep, "CASES", (gpu_sweep.Case(*CASE_OF_ONE),))
+    assert gpu_sweep.main(["--nvcc", nvcc, "--arch", "90"]) == 2
+    assert capsys.readouterr().err == "gpu_sweep: there is no device\n"
+
+
+CASE_OF_ONE = (CASE.name, CASE.bucket, CASE.line, CASE.candidates[:1])
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def words_of(*floats: float) -> bytes:
+    return b"".join(struct.pack("<f", value)[2:] for value in floats)
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Makes a program that prints these times and leaves these values."""
+
+    def make(name: str, times: tuple[float, float], *values: float, code: int = 0):
+        file = tmp_path / name
+        (tmp_path / f"{name}.data").write_bytes(words_of(*values))
+        lines = "".join(
+            f"echo 'figure sweep, {CASE.name}{kind}, '$1': {us} us, 1.0 TFLOP/s'\n"
+            for kind, us in zip(("", " causal"), times, strict=True)
+        )
+        file.write_text(f"#!/bin/sh\n{lines}cp {tmp_path}/{name}.data $2\nexit {code}\n")
+        file.chmod(0o755)
+        return file, ""
+
+    return make
+
+
+def test_the_best_of_a_case_and_the_line_to_change(program):
+    said: list[str] = []
+    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, (FIRST, SECOND, THIRD))
+    programs = [
+        program("first", (100.0, 60.0), 1.0, -0.5),
+        program("second", (80.0, 55.0), 1.0, -0.5078125),
+        program("third", (70.0, 90.0), 1.0, -0.5),
+    ]
+    row = gpu_sweep.run_case(case, programs, said.append)
+    assert row["microseconds"][SECOND] == {"forward 64": 80.0, "forward 64 causal": 55.0}
+    assert len(said) == 3 and not row["left_out"]
+    line = f"if (bucket == 64 && !terms) return {SECOND};"
+    assert gpu_sweep.summary(case, row).endswith(
+        f"best with, in csrc/cuda/attention/table.h: {line}"
+    )
+    row["microseconds"][FIRST] = {"forward 64": 1.0}
+    assert gpu_sweep.summary(case, row).endswith("the table's own is best")
+    json.dumps(row)
+
+
+def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):
+    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, CASE.candidates[:4])
+    programs = [
+        program("first", (100.0, 60.0), 1.0, -0.5),
+        program("wrong", (10.0, 6.0), 1.0, -0.4),
+        program("fails", (10.0, 6.0), 1.0, -0.5, code=1),
+        (tmp_path / "none", "error: no such tile"),
+    ]
+    row = gpu_sweep.run_case(case, programs, lambda line: None)
+    assert row["microseconds"].keys() == {FIRST}
+    reasons = ("other results than the first", "exit code 1", "error: no such tile")
+    assert row["left_out"] == dict(zip(case.candidates[1:], reasons, strict=True))
+
+
+def test_where_no_candidate_runs(program):
+    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, (FIRST,))
+    row = gpu_sweep.run_case(case, [program("fails", (1.0, 1.0), code=1)], lambda line: None)
+    assert gpu_sweep.summary(case, row).endswith("no candidate ran")
