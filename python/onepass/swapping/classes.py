@@ -257,10 +257,10 @@ REDIRECTED = {
 
 def redirects(cls: type, kind: str) -> bool:
     """Whether calls of this kind are redirected in a forward of this class."""
-    return issubclass(cls, Calls) and any(_name(call) == kind for call in cls._onepass_spec)
+    return issubclass(cls, Calls) and any(call_name(call) == kind for call in cls._onepass_spec)
 
 
-def _name(call: Call) -> str:
+def call_name(call: Call) -> str:
     if isinstance(call, HeadSpec):
         return "loss_head"
     return "rotary" if isinstance(call, RotarySpec) else call
@@ -518,7 +518,7 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
     if forward is GatedForward:
         namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}
     if forward is Calls:
-        named = sorted(map(_name, spec))  # of a model's loss the head comes last, and is told
+        named = sorted(map(call_name, spec))  # of a model's loss the head comes last, and is told
         namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
         rotations = [call for call in spec if isinstance(call, RotarySpec)]
         kinds = [call for call in spec if call in _ARE_SMALL]

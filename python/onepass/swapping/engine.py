@@ -17,6 +17,7 @@ from onepass.swapping.classes import is_swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Change, Report
+from onepass.swapping.restored import ATTACHED, unswapped
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
 
 Given = ParamSpec("Given")
@@ -153,7 +154,7 @@ def swap(
 @_all_or_nothing
 def unswap(journal: Journal, model: nn.Module) -> list[str]:
     """Gives every swapped module of a model its original class back, and configs of transformers
-    their former attention's name.
+    their former attention's name. What `onepass.integrations.transformers.attach` did stays.
 
     Returns:
         The fully qualified names of the modules that changed.
@@ -173,12 +174,13 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
         raise TypeError(f"unswap: model must be a torch.nn.Module, got {type(model).__name__}")
     found = walk(model)
     swapped = [item for item in found if isinstance(item.module, classes.Swapped)]
-    _check_restorable(swapped)
+    check_restorable(swapped)
     edits, named = by_name.plan_unswap(model, found)
-    edits += [
-        Edit(item.module, "__class__", type(item.module)._onepass_original) for item in swapped
-    ]
-    changed = {id(item.module) for item in (*swapped, *named)}
+    of_classes = [Edit(item.module, "__class__", unswapped(item.module)) for item in swapped]
+    of_classes = [edit for edit in of_classes if edit.value is not edit.current()]
+    both = [m for item in swapped if vars(m := item.module).get(ATTACHED) == "both"]
+    edits += of_classes + [Edit(module, ATTACHED, "attach") for module in both]
+    changed = {id(edit.owner) for edit in of_classes} | {id(item.module) for item in named}
     names = [item.names[0] for item in found if id(item.module) in changed]
     journal.make(edits)
     return names
@@ -234,7 +236,7 @@ def _check_end(journal: Journal, model: nn.Module) -> None:
     modules = journal.owners("__class__")
     found = {id(item.module): item for item in walk(model)} if modules else {}
     try:
-        _check_restorable(
+        check_restorable(
             [
                 found.get(id(module)) or Found(module, ["(removed)"], [])
                 for module in modules
@@ -246,7 +248,8 @@ def _check_end(journal: Journal, model: nn.Module) -> None:
         raise
 
 
-def _check_restorable(found: list[Found]) -> None:
+def check_restorable(found: list[Found], op: str = "unswap") -> None:
+    """Raises if one of these swapped modules was sharded or parametrized since."""
     for module, names, wrapped in found:
         if any(because.kind is Reason.SHARDED for because in wrapped):
             got = "which is sharded"
@@ -255,8 +258,11 @@ def _check_restorable(found: list[Found]) -> None:
         else:
             continue
         raise RuntimeError(
-            f"unswap: model must have the classes that swap gave it, got {names[0]!r}, {got}"
+            f"{op}: model must have the classes that {_GIVEN[op]} gave it, got {names[0]!r}, {got}"
         )
+
+
+_GIVEN = {"unswap": "swap", "detach": "attach"}
 
 
 def _check_strict(kinds: tuple[str, ...], plan: Plan) -> None:

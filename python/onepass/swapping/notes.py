@@ -13,6 +13,7 @@ from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
 from onepass.swapping.report import grouped
+from onepass.swapping.restored import ATTACHED
 from onepass.swapping.specs import RotarySpec
 from onepass.swapping.walk import wrapper
 
@@ -59,6 +60,10 @@ _LAZY_LOGITS = (
 _NO_LAZY_LOGITS = (
     "lazy_logits changes nothing here: it is for models of transformers that hand the output of "
     "their head to self.loss_function"
+)
+_ATTACHED_LOSS = (
+    "{names}: on onepass's loss since an earlier attach; unswap leaves that, "
+    "onepass.integrations.transformers.detach(model) undoes it"
 )
 _UNPROVEN = "{names}: {reason}; it stays as it is"
 _PROBED = (
@@ -118,6 +123,13 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes += _note(_LAZY_LOGITS, waiting)
         calling = [c.name for c in plan.classes if classes.redirects(c.cls, "loss")]
         notes += _note(_LOSS_CALLS, calling)
+    losses = {entry["name"] for entry in report.swapped if entry["kind"] == "loss"}
+    attached = [
+        item.names[0]
+        for item in plan.found
+        if ATTACHED in vars(item.module) and item.names[0] in losses & report._earlier
+    ]
+    notes += _note(_ATTACHED_LOSS, attached)
     if (
         plan.lazy_logits
         and not any(classes.redirects(change.swapped, "loss_head") for change in report._changes)

@@ -16,6 +16,7 @@ from onepass.swapping.changes import Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
+from onepass.swapping.restored import without
 from onepass.swapping.specs import (
     AdaptiveSpec,
     Call,
@@ -368,10 +369,8 @@ class Plan:
 
 def _without(change: ClassChange, kind: str) -> ClassChange | None:
     """The change without the calls of a kind; None if it redirects no others."""
-    calls = tuple(call for call in change.cls._onepass_spec if call != kind)
-    if not calls:
-        return None
-    return change._replace(cls=make_class(type(change.module), classes.Calls, calls))
+    cls = without(change.cls, kind)
+    return change._replace(cls=cls) if is_swapped(cls) else None
 
 
 def _sorted(*calls: Call) -> tuple[Call, ...]:

@@ -37,7 +37,7 @@ class Reason(enum.Enum):
     NO_HEAD = "its logits are made at once: it is a {}, not a torch.nn.Linear"
     HOOKS_OF_HEAD = "its logits are made at once: it has hooks"
     NOT_A_CHILD = "its logits are made at once: the layer that makes them is no child of the model"
-    LOGITS_BEFORE = "its logits are made at once since an earlier swap; unswap first"
+    LOGITS_BEFORE = "its logits are made at once since an earlier swap or attach; undo that first"
     CHANGED = "its class was changed after a swap"
     BATCH_NORM = "normalises over the batch or positions, with statistics"
     GROUP_NORM = "normalises groups of channels over all positions"
@@ -50,7 +50,9 @@ class Reason(enum.Enum):
         "its experts are computed by transformers' {!r}, which does not call F.linear; "
         "model.set_experts_implementation('eager') before the swap"
     )
-    REDIRECTED = "its forward is redirected for other calls since an earlier swap; unswap first"
+    REDIRECTED = (
+        "its forward is redirected for other calls since an earlier swap or attach; undo that first"
+    )
     NO_NORM = "makes scale and shift for norms elsewhere, and normalises nothing itself"
     NORM_HAS_WEIGHT = "its norm has a weight of its own in front of scale and shift"
     ONE_MODULATION = "its scale and shift are one for all of a batch (chunk_dim 0)"

@@ -1,5 +1,5 @@
-"""The losses of transformers' models on onepass's cross entropy, which `onepass.swap` puts in place
-of `loss_function`."""
+"""The losses of transformers' models on onepass's cross entropy, which `onepass.swap` and `attach`
+put in place of `loss_function`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from onepass.functional._internal import cross_entropy_gains, cross_entropy_in_float32
 from onepass.integrations.transformers import lazy_logits
-from onepass.swapping.classes import with_redirected_loss
+from onepass.swapping.changes import ABSENT, Edit
+from onepass.swapping.classes import Swapped, is_swapped, with_redirected_loss
+from onepass.swapping.restored import ATTACHED, without
+from onepass.swapping.walk import Choice, walk
 
 
 def redirected(original: property) -> property:
@@ -76,3 +79,49 @@ def _of_items(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+# ---- attach and detach ---------------------------------------------------------------------------
+
+
+def plan_attach(model: nn.Module, holders: list[nn.Module], lazy: bool):
+    """The plan of a swap of the losses of these models of transformers, and its edits, with the
+    records by which `unswap` leaves them and `detach` finds them."""
+    from onepass.swapping.plan import Plan
+
+    inside = {id(part) for holder in holders for part in holder.modules()}
+    choice = Choice(None, None, None, lambda module, name: id(module) in inside)
+    plan = Plan(model, ("loss",), choice, False, False, False, lazy)
+    new = {id(change.module) for change in plan.classes}
+    computed = [change.module for change in plan.report._changes] + [c.module for c in plan.classes]
+    edits = plan.edits()
+    for module in computed:
+        if ATTACHED not in vars(module):
+            edits.append(Edit(module, ATTACHED, "attach" if id(module) in new else "both"))
+    return plan, edits
+
+
+def attached(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of modules whose loss is ours since `attach`."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if ATTACHED in vars(module) and "loss" in getattr(module, "_onepass_to", ())
+    ]
+
+
+def plan_detach(model: nn.Module) -> list[Edit]:
+    """The edits that give back the losses from before `attach`.
+
+    Raises:
+        RuntimeError: the model was sharded or parametrized since.
+    """
+    from onepass.swapping.engine import check_restorable
+
+    found = [item for item in walk(model) if ATTACHED in vars(item.module)]
+    check_restorable([item for item in found if isinstance(item.module, Swapped)], "detach")
+    edits = [Edit(item.module, ATTACHED, ABSENT) for item in found]
+    for module in (item.module for item in found):
+        if is_swapped(type(module)) and vars(module)[ATTACHED] == "attach":
+            edits.append(Edit(module, "__class__", without(type(module), "loss")))
+    return edits

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import html
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -13,10 +14,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from onepass import _library
 from onepass._imported import is_a
+from onepass.integrations.transformers import losses
 from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
 from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
-from onepass.swapping.report import listed, rows, table
+from onepass.swapping.reasons import Reason
+from onepass.swapping.report import Change, listed, rows, table
+from onepass.swapping.restored import without
 
 # Models, by model_type, that transformers runs on eager attention alone although they take
 # attention from the registry: a test checks that onepass computes the same. Others have not been
@@ -28,7 +32,7 @@ _PROVEN = (
 )  # fmt: skip
 # Models that pass an argument which the attention refuses.
 _SPARSE = ("minimax_m3_vl_text",)
-_KINDS = ("attention",)
+KINDS = ("attention", "loss")  # of attach
 _IMPLEMENTATION = "_attn_implementation_internal"  # of a config: the name that it holds
 _RECORD = "_onepass_attention_before"  # on a PreTrainedModel: its configs' attention before
 _WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -44,8 +48,8 @@ class Attachment:
     """The result of `attach`; prints as a table.
 
     Attributes:
-        attached: modules that run on onepass's attention; dicts with name, type, before (the name
-            of the implementation they had).
+        attached: modules that run on onepass's attention or loss; dicts with name, type, before
+            (the name of the implementation that they had), to (of ours), kind.
         skipped: models and modules that do not; dicts with name, type, reason.
         notes: further facts, as sentences.
     """
@@ -68,7 +72,7 @@ class Attachment:
         }
 
     def verify(self, *batch, loss_fn: Callable | None = None):
-        """Runs the model with its former attention and with onepass's, and compares.
+        """Runs the model with its former attention and loss and with onepass's, and compares.
 
         As `onepass.swapping.Report.verify`; modules changed by `onepass.swap` stay swapped in both
         runs. Its report's `verify` undoes both.
@@ -78,16 +82,17 @@ class Attachment:
         """
         from onepass.swapping.verify import verify
 
-        if self._model is not None and not _attached(_found(self._model)):
+        model = self._model
+        if model is not None and not (_attached(_found(model)) or losses.attached(model)):
             raise RuntimeError(
-                "verify: model must be attached still, got one whose configs name others"
+                "verify: model must be attached still, got one that has been detached"
             )
         return verify(self, batch, loss_fn)
 
     def __str__(self) -> str:
         lines = [f"onepass: attached {len(self.attached)}, {len(self.skipped)} skipped"]
         sections = {
-            "attached": ("name", "count", "type", "before"),
+            "attached": ("name", "count", "kind", "type", "before", "to"),
             "skipped": ("name", "count", "type", "reason"),
         }
         for section, columns in sections.items():
@@ -103,7 +108,7 @@ class Attachment:
 
     def __getstate__(self) -> dict:
         """A copy prints the same, but has no model to verify."""
-        return {**vars(self), "_model": None}
+        return {**vars(self), "_model": None, "_changes": []}
 
 
 class _Before:
@@ -127,43 +132,93 @@ def _restored(entries: list[tuple]) -> _Before:
     return _Before(entries)
 
 
-def attach(model: nn.Module, *, strict: bool = False) -> Attachment:
-    """Makes the models of transformers in `model` run on onepass's attention, in place.
+def attach(
+    model: nn.Module,
+    *,
+    kinds: str | Sequence[str] = KINDS,
+    lazy_logits: bool = False,
+    strict: bool = False,
+) -> Attachment:
+    """Makes the models of transformers in `model` run on onepass's attention and loss, in place.
 
-    `onepass.swap` does this too, with norms and dropouts; this is for attention alone. Attached
-    models stay attached when the model is unswapped.
+    `onepass.swap` does this too, with norms, products and more. Attached models stay attached when
+    the model is unswapped.
 
     Every `PreTrainedModel` in it is looked at, `model` itself or within wrappers (peft,
     `DistributedDataParallel`, your own modules): its config, and its sub-configs, name "onepass"
     afterwards if transformers runs the class on "sdpa" (`_supports_sdpa`), or if it is one that
     runs on eager attention alone and onepass is known to compute the same (Gemma 2, gpt-oss, ...).
-    Nothing else changes: no class, no parameter; models that share a config object change together
-    (only the attached one knows the former name: detach that one).
-    Works before and after `onepass.swap`, and on compiled models, which compile again.
+    Models that share a config object change together (only the attached one knows the former name:
+    detach that one). The attention works before and after `onepass.swap`, and on compiled models,
+    which compile again.
+
+    The `loss_function` of language models then runs on `onepass.functional.cross_entropy`: bfloat16
+    logits are not copied to float32, and labels are shifted as before. For this, modules that
+    compute a loss change their class, as by `onepass.swap(model, kinds="loss")`; attach before
+    `torch.compile` and before `fully_shard`. Parameters, hooks and state_dict keys stay.
 
     Args:
         model: a `transformers.PreTrainedModel`, or a module that holds some.
+        kinds: "attention", "loss" or both.
+        lazy_logits: a step with labels and gradients computes its loss without logits, by
+            `onepass.functional.linear_cross_entropy`. `output.logits` is then a tensor that is
+            computed when it is read; once the weights have changed (after `optimizer.step()`),
+            reading it raises. With kind "loss"; off by default, as of `onepass.swap`.
         strict: raise if anything is skipped, or nothing attached.
 
     Returns:
         Attachment: the modules that run on onepass now, the others, and the reasons;
-        `verify(*batch)` compares with the former attention.
+        `verify(*batch)` compares with the former attention and loss.
 
     Raises:
-        TypeError: model is not and does not hold a `PreTrainedModel`.
+        TypeError: model is not and does not hold a `PreTrainedModel`; an option has a wrong type.
+        ValueError: kinds holds another name, nothing, or not "loss" with lazy_logits.
         RuntimeError: it is on a device that onepass has no attention for; or under strict. If
             anything raises, the model is as it was.
     """
+    asked = _kinds(kinds, lazy_logits)
     journal = Journal()
     try:
-        return _attach(model, strict, journal)
+        return _attach(model, asked, lazy_logits, strict, journal)
     except BaseException:
         journal.undo()
         raise
 
 
-def _attach(model: nn.Module, strict: bool, journal: Journal) -> Attachment:
+def _kinds(kinds: str | Sequence[str], lazy_logits: bool) -> tuple[str, ...]:
+    if not isinstance(lazy_logits, bool):
+        raise TypeError(
+            f"attach: lazy_logits must be True or False, got {type(lazy_logits).__name__}"
+        )
+    if not isinstance(kinds, Sequence):
+        raise TypeError(f"attach: kinds must hold names, got {type(kinds).__name__}")
+    asked = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if not asked or not set(asked) <= set(KINDS):
+        raise ValueError(f"attach: kinds must be of {KINDS}, got {kinds!r}")
+    if lazy_logits and "loss" not in asked:
+        raise ValueError(f"attach: kinds must hold 'loss' for lazy_logits, got {kinds!r}")
+    return asked
+
+
+def _attach(
+    model: nn.Module, kinds: tuple[str, ...], lazy_logits: bool, strict: bool, journal: Journal
+) -> Attachment:
     holders = _holders("attach", model)
+    report, edits = Attachment(model), []
+    if "attention" in kinds:
+        edits += _attach_attention(model, holders, report)
+    if "loss" in kinds:
+        edits += _attach_losses(model, holders, report, lazy_logits)
+    if strict and (report.skipped or not report.attached):
+        got = "; ".join(f"{e['name'] or '(root)'!r}: {e['reason']}" for e in report.skipped)
+        raise RuntimeError(
+            f"attach: model must be attached whole under strict, got {got or 'none'}"
+        )
+    journal.make(edits)
+    return report
+
+
+def _attach_attention(model: nn.Module, holders, report: Attachment) -> list[Edit]:
     reason = _device_refusal(model)
     if reason:
         raise RuntimeError(
@@ -171,41 +226,73 @@ def _attach(model: nn.Module, strict: bool, journal: Journal) -> Attachment:
             f"{reason}"
         )
     changes, refused = _plan(holders)
-    report = Attachment(model)
     _list_modules(report, holders, changes, refused)
-    report.notes = notes(model)
-    if strict and (report.skipped or not report.attached):
-        got = "; ".join(f"{e['name'] or '(root)'!r}: {e['reason']}" for e in report.skipped)
-        raise RuntimeError(
-            f"attach: model must be attached whole under strict, got {got or 'none'}"
+    report.notes += notes(model)
+    return _edits(holders, changes, "attach")
+
+
+def _attach_losses(model: nn.Module, holders, report: Attachment, lazy_logits: bool) -> list[Edit]:
+    from onepass.swapping import notes as swap_notes
+
+    plan, edits = losses.plan_attach(model, [holder for _, holder in holders], lazy_logits)
+    for entry in plan.report.swapped:
+        module = model.get_submodule(entry["name"])
+        report.attached.append(
+            {
+                "name": entry["name"],
+                "type": entry["from"],
+                "before": _loss_name(module),
+                "to": entry["to"].rpartition(".")[2],
+                "kind": "loss",
+            }
         )
-    journal.make(_edits(holders, changes, "attach"))
-    return report
+    report.skipped += [e for e in plan.report.skipped if e["reason"].kind is not Reason.FILTERED]
+    report.notes += swap_notes.notes(model, plan)
+    report._changes += [
+        Change(change.module, without(change.swapped, "loss"), change.swapped, new=False)
+        for change in plan.report._changes
+    ]
+    report._changes += [
+        Change(change.module, type(change.module), change.cls, new=True) for change in plan.classes
+    ]
+    return edits
+
+
+def _loss_name(module: nn.Module) -> str:
+    """The function that computed a module's loss."""
+    function = getattr(module, "loss_function", None)
+    while isinstance(function, functools.partial):
+        function = function.args[0]
+    return getattr(function, "__name__", "cross_entropy")
 
 
 def detach(model: nn.Module) -> list[str]:
     """Gives every config in a model the implementation back that it named before `attach`, or
-    before `onepass.swap`.
+    before `onepass.swap`; and modules the loss that they had before `attach`.
 
     A config that now names another one is left alone; one that has named "onepass" since it was
     loaded gets transformers' default.
 
     Returns:
-        The names of the `PreTrainedModel`s that changed.
+        The names of the modules that changed: `PreTrainedModel`s by their configs, and those that
+        compute a loss.
 
     Raises:
-        TypeError: model is not and does not hold a `PreTrainedModel`. If anything raises, the model
-            is as it was.
+        TypeError: model is not and does not hold a `PreTrainedModel`.
+        RuntimeError: modules whose loss is attached were sharded or parametrized since. If anything
+            raises, the model is as it was.
     """
     journal = Journal()
     try:
         holders = _holders("detach", model)
         before = _attached(holders)
         changed = [name for name, holder in holders if id(holder.config) in before]
+        changed += [name for name, _ in losses.attached(model) if name not in changed]
         recorded = [holder for _, holder in holders if _RECORD in vars(holder)]
         journal.make(
             [Edit(config, _IMPLEMENTATION, named) for config, named in before.values()]
             + [Edit(holder, _RECORD, ABSENT) for holder in recorded]
+            + losses.plan_detach(model)
         )
         return changed
     except BaseException:
@@ -439,7 +526,7 @@ def _list_modules(report: Attachment, holders, changes: dict, refused: dict) -> 
     """Fills the lists: refused models, and each module by its code and its config."""
     matches = {}
     for name, module in report._model.named_modules():
-        match = matchers.match(module, _KINDS)
+        match = matchers.match(module, ("attention",))
         if match is not None:
             matches[id(module)] = (name, module, match)
     by_name = {key for key, (_, _, match) in matches.items() if match.named}
@@ -453,7 +540,9 @@ def _list_modules(report: Attachment, holders, changes: dict, refused: dict) -> 
         entry = {"name": name, "type": _full_name(module)}
         if match.named and (id(config) in changes or is_attached(module)):
             before = changes[id(config)][1] if id(config) in changes else NAME
-            report.attached.append({**entry, "before": str(before)})
+            report.attached.append(
+                {**entry, "before": str(before), "to": NAME, "kind": "attention"}
+            )
         elif match.named and id(config) not in refused:
             reason = f"its config names {getattr(config, '_attn_implementation', None)!r}"
             report.skipped.append({**entry, "reason": reason})

@@ -1,0 +1,321 @@
+"""attach: the loss of models of transformers, with and without their logits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onepass
+import onepass.integrations.transformers as integration
+from onepass import numerics
+from onepass._ops import small_calls
+from onepass.integrations.transformers import losses, models
+from onepass.swapping.reasons import Reason
+from tests.support import fresh
+from tests.swap.lazy_logits_cases import (
+    VOCABULARY,
+    LazyLogits,
+    assert_same,
+    count,
+    labelled,
+    make,
+    transformers,
+    waits,
+)
+
+MODELS = ("GPT2", "Llama")
+TO = {False: "cross_entropy", True: "linear_cross_entropy"}
+
+
+@pytest.fixture(autouse=True)
+def every_call_gains(swapped_run_ours, monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
+    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
+
+
+def losses_of(report: models.Attachment) -> list[dict[str, str]]:
+    return [entry for entry in report.attached if entry["kind"] == "loss"]
+
+
+def types(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+# ---- the loss ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_and_its_gradients(name, lazy, dtype):
+    stock, batch = make(name).to(dtype), labelled()
+    model = copy.deepcopy(stock)
+    report = integration.attach(model, lazy_logits=lazy, strict=True)
+    (entry,) = losses_of(report)
+    assert entry["name"] == "" and entry["type"].endswith(type(stock).__name__)
+    assert entry["before"] == "ForCausalLMLoss" and entry["to"] == TO[lazy]
+    assert any("computed when they are read" in note for note in report.notes) is lazy
+    assert model.loss_function is losses.causal_lm_loss
+    output = model(**batch)
+    assert waits(output.logits) is lazy and type(output).__name__ == type(stock(**batch)).__name__
+    assert count(lambda: model(**batch)) == lazy
+    numerics.assert_close(  # where somebody reads them
+        output.logits.detach() + 0,
+        copy.deepcopy(stock).double()(**batch).logits.detach(),
+        stock(**batch).logits.detach(),
+    )
+    assert_same(model, stock, batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_makes_no_logits(name):
+    stock, batch = make(name), labelled(rows=4, length=200)
+    model = copy.deepcopy(stock)
+    integration.attach(model, lazy_logits=True)
+    peaks = []
+    for each in (model, stock):
+        with _Largest() as largest:
+            each(**batch).loss.backward()
+        peaks.append(largest.elements)
+    assert peaks[1] >= 4 * 199 * VOCABULARY  # stock's logits
+    assert peaks[0] <= peaks[1] // 2, peaks
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor) and not isinstance(x, LazyLogits):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def test_verify_compares_with_the_loss_from_before(monkeypatch):
+    model = make()
+    report = integration.attach(model, kinds="loss")
+    batch = labelled()
+    assert report.verify(batch).ok and type(model).loss_function is not make().loss_function
+    ours = losses.cross_entropy_in_float32
+    monkeypatch.setattr(losses, "cross_entropy_in_float32", lambda *a: ours(*a) * 1.001)
+    assert not report.verify(batch).ok
+    integration.detach(model)
+    with pytest.raises(RuntimeError, match="verify: model must be attached still"):
+        report.verify(batch)
+
+
+def test_what_a_training_loop_sees_of_the_trainers_items():
+    model, stock = make(), make()
+    integration.attach(model, lazy_logits=True)
+    batch = {**labelled(), "num_items_in_batch": torch.tensor(7)}
+    assert_same(model, stock, batch)
+
+
+# ---- everything but training ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_and_checkpoints_are_the_same(name, lazy, tmp_path):
+    stock = make(name).eval()
+    model = copy.deepcopy(stock)
+    integration.attach(model, lazy_logits=lazy)
+    ids = labelled()["input_ids"]
+    with torch.no_grad():
+        assert type(model(ids, labels=ids).logits) is torch.Tensor
+    options = dict(max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    for m, folder in ((model, "ours"), (stock, "stock")):
+        m.save_pretrained(tmp_path / folder)
+    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "ours").iterdir())
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("ours", "stock")]
+    assert configs[0] == configs[1]
+    loaded = type(stock).from_pretrained(tmp_path / "ours")
+    assert type(loaded) is type(stock) and models.is_attached(model)
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, stock.state_dict()[key])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_are_attached_and_detach_by_themselves(name, lazy):
+    model, stock, batch = make(name), make(name), labelled()
+    integration.attach(model, lazy_logits=lazy)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model) and waits(twin(**batch).logits) is lazy
+        assert torch.equal(twin(**batch).loss, model(**batch).loss)
+        assert integration.detach(twin)[0] == "" and type(twin) is type(stock)
+        assert torch.equal(twin(**batch).loss, stock(**batch).loss)
+        assert type(model) is not type(stock)
+
+
+def test_a_pickled_model_loads_in_another_process(tmp_path):
+    model, batch = make(), labelled()
+    integration.attach(model, lazy_logits=True)
+    torch.save((model, batch, model(**batch).loss.item()), tmp_path / "model.pt")
+    code = f"""
+import torch
+model, batch, loss = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+assert abs(model(**batch).loss.item() - loss) < 1e-4
+import onepass.integrations.transformers as integration
+assert integration.detach(model)[0] == ""
+assert type(model).__mro__[0].__module__.startswith("transformers.models.llama")
+assert not hasattr(model, "_onepass_original")
+"""
+    fresh.run(code, check=True)
+
+
+# ---- attach, detach, swap, unswap ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", ["attention", "loss", ("attention", "loss")])
+def test_kinds_and_back(kinds):
+    model = make()
+    before = [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
+    report = integration.attach(model, kinds=kinds, strict=True)
+    assert {entry["kind"] for entry in report.attached} == set(
+        (kinds,) if isinstance(kinds, str) else kinds
+    )
+    assert models.is_attached(model) is ("attention" in kinds)
+    assert (type(model) is type(make())) is ("loss" not in kinds)
+    assert integration.detach(model)[0] == ""
+    assert before == [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
+    assert integration.detach(model) == []
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        (dict(kinds="norm"), ValueError, "kinds must be of"),
+        (dict(kinds=()), ValueError, "kinds must be of"),
+        (dict(kinds=3), TypeError, "kinds must hold names, got int"),
+        (dict(kinds="attention", lazy_logits=True), ValueError, "must hold 'loss'"),
+        (dict(lazy_logits=1), TypeError, "lazy_logits must be True or False, got int"),
+    ],
+)
+def test_options_of_a_wrong_value(options, error, text):
+    with pytest.raises(error, match=f"attach: .*{text}"):
+        integration.attach(make(), **options)
+
+
+@pytest.mark.parametrize("swap_first", [False, True])
+def test_unswap_leaves_the_attached_loss(swap_first):
+    model, stock, batch = make(), make(), labelled()
+    calls = [
+        lambda: integration.attach(model, lazy_logits=True),
+        lambda: onepass.swap(model, lazy_logits=True),
+    ]
+    for call in reversed(calls) if swap_first else calls:
+        call()
+    again = onepass.swap(model, lazy_logits=True)
+    assert any("since an earlier attach" in note for note in again.notes)
+    assert again.verify(batch).ok and not again.skipped
+    attached = copy.deepcopy(stock)
+    integration.attach(attached, lazy_logits=True)
+    onepass.unswap(model)
+    assert types(model) == types(attached) and waits(model(**batch).logits)
+    assert onepass.unswap(model) == []
+    assert integration.detach(model)[0] == "" and types(model) == types(stock)
+    assert [sorted(vars(m)) for m in model.modules()] == [sorted(vars(m)) for m in stock.modules()]
+
+
+def test_detach_leaves_the_loss_of_an_earlier_swap():
+    model = make()
+    onepass.swap(model, kinds="loss")
+    swapped = type(model)
+    integration.attach(model)
+    assert integration.detach(model)[0] == "" and type(model) is swapped
+    assert onepass.unswap(model) == [""] and types(model) == types(make())
+
+
+def test_lazy_logits_after_a_loss_with_logits():
+    model = make()
+    integration.attach(model)
+    (entry,) = integration.attach(model, lazy_logits=True).skipped
+    assert entry["reason"].kind is Reason.LOGITS_BEFORE
+    integration.detach(model)
+    assert not integration.attach(model, lazy_logits=True).skipped
+    assert waits(model(**labelled()).logits)
+
+
+def test_heads_that_make_logits_at_once_are_reported():
+    model = make()
+    model.lm_head.register_forward_hook(lambda *_: None)
+    report = integration.attach(model, lazy_logits=True)
+    assert [(e["name"], e["reason"].kind) for e in report.skipped] == [
+        ("lm_head", Reason.HOOKS_OF_HEAD)
+    ]
+    assert type(model(**labelled()).logits) is torch.Tensor
+    with pytest.raises(RuntimeError, match="'lm_head': its logits are made at once"):
+        integration.attach(make_with_hook(), lazy_logits=True, strict=True)
+
+
+def make_with_hook() -> nn.Module:
+    model = make()
+    model.lm_head.register_forward_hook(lambda *_: None)
+    return model
+
+
+def test_losses_outside_of_models_of_transformers_stay():
+    model = nn.ModuleDict({"model": make(), "loss": nn.CrossEntropyLoss()})
+    report = integration.attach(model)
+    assert [entry["name"] for entry in losses_of(report)] == ["model"] and not report.skipped
+    assert type(model["loss"]) is nn.CrossEntropyLoss
+    assert integration.detach(model)[0] == "model"
+
+
+def test_compiled_models_keep_their_loss():
+    model = torch.compile(make(), backend="eager")
+    report = integration.attach(model)
+    assert [e["kind"] for e in report.attached] == ["attention"]
+    assert report.skipped[0]["reason"].kind is Reason.IN_COMPILED
+    assert integration.detach(model)[0] == "_orig_mod"
+
+
+def test_a_class_that_changed_since_is_not_detached():
+    model = make()
+    integration.attach(model, kinds="loss")
+    changed = type("Changed", (type(model),), {})
+    model.__class__ = changed
+    with pytest.raises(RuntimeError, match="detach: model must have the classes that attach gave"):
+        integration.detach(model)
+    assert type(model) is changed
+
+
+def test_a_loss_function_of_the_users_own_is_redirected():
+    model, stock, batch = make(), make(), labelled()
+    for m in (model, stock):
+        m.loss_function = _own_loss
+    (entry,) = losses_of(integration.attach(model))
+    assert entry["before"] == "_own_loss"
+    assert_same(model, stock, batch)
+    assert integration.detach(model)[0] == "" and model.loss_function is _own_loss
+
+
+def _own_loss(logits, labels, vocab_size, **_):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 2
+
+
+def test_the_report_prints():
+    lines = str(integration.attach(make())).splitlines()
+    assert lines[0] == "onepass: attached 2, 0 skipped"
+    assert lines[2].split() == [
+        "attached", "name", "count", "kind", "type", "before", "to",
+    ]  # fmt: skip
+    assert any(
+        line.split()
+        == ["(root)", "1", "loss", "LlamaForCausalLM", "ForCausalLMLoss", "cross_entropy"]
+        for line in lines
+    )
+    assert transformers.LlamaForCausalLM.__name__ == "LlamaForCausalLM"
