@@ -41,6 +41,8 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     intel = products.Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
     monkeypatch.setattr(products, "facts", lambda: intel)
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})
+    monkeypatch.setattr(small_calls, "LEAST_GROUP_NORM", {})
+    monkeypatch.setattr(small_calls, "LEAST_ACTIVATED", {})
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {})
     monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", {})

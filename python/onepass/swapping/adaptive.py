@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -236,12 +236,21 @@ def prove(module: nn.Module, form: str) -> AdaptiveSpec | str:
 
 def _judge(module: nn.Module, form: str, dtype: torch.dtype) -> None:
     run, _ = FORMS[form]
-    forward, where = type(module).forward, f"in {str(dtype).removeprefix('torch.')}"
+    forwards = (type(module).forward, _with(run, _fused), _with(run, _exact))
+    judge(form, dtype, forwards, lambda *case: _results(module, form, *case))
+
+
+def judge(form: str, dtype: torch.dtype, forwards: Sequence, results: Callable) -> None:
+    """Compares results(dtype, seed, forward) of three forwards: stock's, ours, and the form in
+    float64.
+
+    Raises:
+        probe.Refused: the first is not the form, or the second is less accurate.
+    """
+    where = f"in {str(dtype).removeprefix('torch.')}"
     columns = []
     for seed in range(_DRAWS):
-        stock = _results(module, form, dtype, seed, forward)
-        ours = _results(module, form, dtype, seed, _with(run, _fused))
-        ref = _results(module, form, dtype, seed, _with(run, _exact))
+        stock, ours, ref = (results(dtype, seed, forward) for forward in forwards)
         if [x.dtype for x in ours] != [x.dtype for x in stock] or len(ours) != len(ref):
             raise probe.Refused(f"returns other tensors than {form} does {where}")
         columns.append(list(zip(ours, ref, stock, strict=True)))
@@ -289,11 +298,20 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     named = {argument: given}
     if module._modules.get("emb") is not None:
         twin._modules["emb"], named = _Given(given), {}
+    leaves = [x, linear.bias]  # a bias has the gradient of one number of scale or shift
+    return outcome(lambda: forward(twin, x, **named), leaves, normal)
+
+
+def outcome(run: Callable, leaves: list[Tensor], normal: Callable) -> list[Tensor]:
+    """What `run` returns, and gradients of leaves for upstream gradients that are normal(*shape).
+
+    Raises:
+        probe.Refused: it fails.
+    """
     try:
-        outputs = forward(twin, x, **named)
+        outputs = run()
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         upstream = [normal(*y.shape).to(y.dtype) for y in outputs]
-        leaves = [x, linear.bias]  # a bias has the gradient of one number of scale or shift
         return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
     except Exception as error:  # foreign code may raise anything: each is a reason
         text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")

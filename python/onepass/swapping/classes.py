@@ -31,6 +31,7 @@ from onepass.reference import gate as reference
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_for_loss, is_local, is_plain
 from onepass.swapping.specs import (
+    ActivatedSpec,
     AdaptiveSpec,
     Call,
     GatedSpec,
@@ -69,6 +70,17 @@ class RMSNormForward(Swapped):
         if is_plain(x):
             return onepass.nn.RMSNorm.forward(self, x)
         return _elsewhere(self, torch.nn.RMSNorm.forward, x)
+
+
+class GroupNormForward(Swapped):
+    _onepass_to = {"norm": "onepass.nn.GroupNorm"}
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_plain(input) and not small_calls.group_norm_is_small(input, self.num_groups):
+            return onepass.functional.group_norm(
+                input, self.num_groups, self.weight, self.bias, self.eps
+            )
+        return _elsewhere(self, torch.nn.GroupNorm.forward, input)
 
 
 class DropoutForward(Swapped):
@@ -406,6 +418,13 @@ class RMSNorm(RMSNormForward, onepass.nn.RMSNorm):
     _onepass_original = torch.nn.RMSNorm
 
 
+class GroupNorm(GroupNormForward, onepass.nn.GroupNorm):
+    """The class that `swap` gives an exact `torch.nn.GroupNorm`."""
+
+    _onepass_original = torch.nn.GroupNorm
+    activation = None
+
+
 class Dropout(DropoutForward, onepass.nn.Dropout):
     """The class that `swap` gives an exact `torch.nn.Dropout`."""
 
@@ -447,6 +466,7 @@ STATIC = {
     for cls in (
         LayerNorm,
         RMSNorm,
+        GroupNorm,
         Dropout,
         Linear,
         CrossEntropyLoss,
@@ -487,9 +507,9 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
     """The class of a swapped `original`: the same for the same arguments while it is alive.
 
     Args:
-        spec: for a `ForeignNormForward` the norm, for an `AdaptiveForward` its form, for a
-            `GatedForward` the block; for `Calls` the members of `REDIRECTED` and the functions that
-            rotate, sorted by their text.
+        spec: for a `ForeignNormForward` the norm, for an `AdaptiveForward` or `ActivatedForward`
+            its form, for a `GatedForward` the block; for `Calls` the members of `REDIRECTED` and
+            the functions that rotate, sorted by their text.
 
     Raises:
         TypeError: original cannot be subclassed.
@@ -513,7 +533,7 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
     }
     if spec is not None:
         namespace["_onepass_spec"] = spec
-    if isinstance(spec, AdaptiveSpec):
+    if isinstance(spec, (ActivatedSpec, AdaptiveSpec)):
         namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
     if forward is GatedForward:
         namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}

@@ -18,7 +18,7 @@ import onepass.nn
 from onepass import _library
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
-from onepass.swapping import adaptive, callsites, classes, gated, rotary
+from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import has_kernels
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.specs import Structure
@@ -34,7 +34,9 @@ class Match(NamedTuple):
 
     kind: str
     forward: type[classes.Swapped] | None = None
-    structure: Structure | gated.Parts | adaptive.Adaptive | rotary.Functions | None = None
+    structure: (
+        Structure | gated.Parts | activated.Activated | adaptive.Adaptive | rotary.Functions | None
+    ) = None
     reason: Because | None = None
     unknown: bool = False
     forceable: bool = False
@@ -45,10 +47,16 @@ class Match(NamedTuple):
 _STOCK_NORMS = {
     nn.LayerNorm.forward: classes.LayerNormForward,
     nn.RMSNorm.forward: classes.RMSNormForward,
+    nn.GroupNorm.forward: classes.GroupNormForward,
 }
+_OWN_NORMS = (
+    onepass.nn.LayerNorm.forward,
+    onepass.nn.RMSNorm.forward,
+    onepass.nn.GroupNorm.forward,
+)
 _OTHER_NORMS = (
     (nn.modules.batchnorm._NormBase, Reason.BATCH_NORM),
-    (nn.GroupNorm, Reason.GROUP_NORM),
+    (nn.GroupNorm, Reason.OWN_FORWARD),
     (nn.LocalResponseNorm, Reason.RESPONSE_NORM),
 )
 _STOCK_ATTENTION = {
@@ -111,13 +119,19 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     cls = type(module)
     if isinstance(module, (onepass.nn.AddLayerNorm, onepass.nn.AddRMSNorm)):
         return None
-    if cls.forward in (onepass.nn.LayerNorm.forward, onepass.nn.RMSNorm.forward):
+    if cls.forward in _OWN_NORMS:
         return None
     if cls.forward in _STOCK_NORMS:
-        return Match("norm", forward=_STOCK_NORMS[cls.forward])
+        reason = _group_norm_alone(module) if isinstance(module, nn.GroupNorm) else None
+        return Match("norm", forward=_STOCK_NORMS[cls.forward], reason=reason)
     for other, reason in _OTHER_NORMS:
         if isinstance(module, other):
             return Match("norm", reason=reason.because())
+    fused = activated.form_of(module)
+    if isinstance(fused, Because):
+        return Match("norm", reason=fused)
+    if fused is not None:
+        return Match("norm", activated.FORWARDS[fused.form], fused)
     form = adaptive.form_of(module)
     if isinstance(form, Because):
         return Match("norm", unknown=form.kind is Reason.NO_NORM, reason=form)
@@ -137,6 +151,18 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     )
     if _NORM_NAME.search(cls.__name__) or (vectors and _eps_name(module) is not None):
         return Match("norm", reason=structure)
+    return None
+
+
+def _group_norm_alone(module: nn.GroupNorm) -> Because | None:
+    """Why torch's group norm stays where nothing after it is computed in the same pass."""
+    weight = module.weight
+    if weight is None:
+        return None  # the input's dtype decides in each call
+    if weight.device.type not in ("cpu", "meta"):
+        return Reason.GROUP_NORM.because(weight.device.type)
+    if weight.dtype not in small_calls.ALONE:
+        return Reason.GROUP_NORM.because(str(weight.dtype).removeprefix("torch."))
     return None
 
 

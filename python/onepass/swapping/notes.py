@@ -9,6 +9,7 @@ from torch import nn
 
 from onepass._ops import device_attention, small_calls
 from onepass.swapping import by_name, callsites, classes, matchers
+from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.plan import Plan
@@ -83,6 +84,7 @@ _FAST_PATH = (
 )
 _AS_FAST = "{count} linear layers keep torch's products: {reason}"
 _ONE_AS_FAST = "1 linear layer keeps torch's products: {reason}"
+_GROUP_NORMS = (ActivatedForward, classes.GroupNormForward)
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -105,6 +107,8 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
     notes += _note(_ADAPTIVE, adapting)
     if any(_is_layer_norm(change.cls) for change in plan.classes):
         notes.append(small_calls.NORM_NOTE)
+    if any(issubclass(change.cls, _GROUP_NORMS) for change in plan.classes):
+        notes.append(small_calls.GROUP_NORM_NOTE)
     if "linear" in kinds:
         notes.append(small_calls.LINEAR_NOTE)
         calling = [c.name for c in plan.classes if classes.redirects(c.cls, "linear")]

@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from onepass.swapping import adaptive, by_name, classes, gated, matchers, rotary, rotary_proof
+from onepass.swapping import (
+    activated,
+    adaptive,
+    by_name,
+    classes,
+    gated,
+    matchers,
+    rotary,
+    rotary_proof,
+)
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
@@ -18,6 +27,7 @@ from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change, Report
 from onepass.swapping.restored import without
 from onepass.swapping.specs import (
+    ActivatedSpec,
     AdaptiveSpec,
     Call,
     GatedSpec,
@@ -28,7 +38,7 @@ from onepass.swapping.specs import (
 )
 from onepass.swapping.walk import Choice, Found, walk
 
-Verdict = NormSpec | AdaptiveSpec | GatedSpec | RotarySpec
+Verdict = NormSpec | ActivatedSpec | AdaptiveSpec | GatedSpec | RotarySpec
 # By configuration: the judged object, kept alive as long as the configuration refers to it.
 Verdicts = dict[tuple, tuple[object, Verdict | Because]]
 _SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdicts", default=None)
@@ -81,6 +91,7 @@ class Plan:
     ):
         self.report = Report(model, dry_run=dry_run)
         self.found = walk(model)
+        self._items = {id(item.module): item for item in self.found}
         self.classes: list[ClassChange] = []
         self.named: list[Edit] = []
         self.refused: list[dict[str, str]] = []
@@ -128,6 +139,8 @@ class Plan:
             if self.lazy_logits and "loss_function" in getattr(cls, "_onepass_spec", ()):
                 if "loss" in before and not classes.redirects(cls, "loss_head"):
                     self._refuse(item, Reason.LOGITS_BEFORE.because())
+            if isinstance(spec := getattr(cls, "_onepass_spec", None), ActivatedSpec):
+                self._computed |= {id(module._modules.get(name)) for name in spec.norms}
             if before:
                 change = Change(module, cls._onepass_original, cls, new=False)
                 self.report._changes.append(change)
@@ -156,7 +169,8 @@ class Plan:
                 if matchers.is_called_mlp(module):
                     self._unknown.append((item, match.kind, verdict))
                 return
-        if id(module) in self._computed and match.forward is None:
+        activates = match.forward is classes.GroupNormForward
+        if id(module) in self._computed and (match.forward is None or activates):
             return
         self._listed.add((id(module), match.kind))
         forced = match.forceable and self._choice.forces(item)
@@ -179,6 +193,8 @@ class Plan:
         if match.named:
             self._consider_named(item, match.kind, reason)
             return
+        if match.reason is not None and match.reason.kind is Reason.GROUP_NORM:
+            reason = reason or match.reason  # nothing is refused
         if reason:
             self._skip(item, reason)
             return
@@ -193,6 +209,9 @@ class Plan:
         self.classes.append(ClassChange(item.names[0], module, target))
         if isinstance(match.structure, adaptive.Adaptive):
             self._computed.add(id(module.norm))
+        if isinstance(match.structure, activated.Activated):
+            norms = target._onepass_spec.norms
+            self._computed |= {id(module._modules[name]) for name in norms}
 
     def _consider_named(self, item: Found, kind: str, reason: Because | None) -> None:
         if by_name.is_attached(item.module):
@@ -236,6 +255,10 @@ class Plan:
                 return None, refused[0] + _NOT_BY_FORCE * forced
             self.unproven += [(item.names[0], reason) for reason in refused]
             spec = _sorted(*before, *proven)
+        elif isinstance(match.structure, activated.Activated):
+            spec = self._activated(module, match.structure)
+            if isinstance(spec, str):
+                return None, spec + _NOT_BY_FORCE * forced
         elif isinstance(match.structure, adaptive.Adaptive):
             spec = self._adaptive(module, match.structure.form)
             if isinstance(spec, str):
@@ -287,6 +310,24 @@ class Plan:
             return Reason.PROBE_OFF.because()
         key = adaptive.configuration(module, form)
         return self._judged(key, module, Reason.PROBE, lambda: adaptive.prove(module, form))
+
+    def _activated(self, module: nn.Module, found: activated.Activated) -> ActivatedSpec | Because:
+        """Without the norms that the options keep."""
+        kept = {}
+        for name in found.norms:
+            item = self._items[id(module._modules[name])]
+            reason = item.wrapped[0] if item.wrapped else self._choice.refusal(item)
+            if reason and reason.kind is not Reason.NOT_INCLUDED:  # the module itself is
+                kept[name] = reason
+        found = found._replace(norms=tuple(name for name in found.norms if name not in kept))
+        if not found.norms:
+            return next(iter(kept.values()))
+        if found.form == "Sequential":
+            return ActivatedSpec(*found)
+        if not self._probe:
+            return Reason.PROBE_OFF.because()
+        key = activated.configuration(module, found)
+        return self._judged(key, module, Reason.PROBE, lambda: activated.prove(module, found))
 
     def _block(self, module: nn.Module, parts: gated.Parts) -> GatedSpec | Because:
         if not self._probe:

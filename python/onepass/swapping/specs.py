@@ -62,6 +62,16 @@ class AdaptiveSpec(NamedTuple):
         return "modulated_rms_norm" if self.kind == NormKind.RMS else "modulated_layer_norm"
 
 
+class ActivatedSpec(NamedTuple):
+    """A module that computes group norms and the silu after each in one pass."""
+
+    form: str  # of onepass.swapping.activated.FORWARDS
+    norms: tuple[str, ...]  # names of its children
+
+    def __str__(self) -> str:
+        return "group_norm, silu"
+
+
 class Form(NamedTuple):
     """How a function rotates."""
 
@@ -96,4 +106,4 @@ class HeadSpec(NamedTuple):
 
 # Of redirected calls: by kind, functions that rotate, and heads.
 Call = str | RotarySpec | HeadSpec
-Spec = NormSpec | GatedSpec | AdaptiveSpec | tuple[Call, ...]
+Spec = NormSpec | GatedSpec | AdaptiveSpec | ActivatedSpec | tuple[Call, ...]

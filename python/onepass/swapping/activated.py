@@ -1,0 +1,264 @@
+"""Group norms with silu after them, in one pass: children of an `nn.Sequential`, and the norms of
+diffusers' `ResnetBlock2D`.
+
+A module of a swapped class computes the two together where it would call one after the other. Both
+stay its children, unchanged. An `nn.Sequential` says by its structure what it computes. The other
+classes have a function here that repeats their forward, and is proven as `adaptive` does it:
+if another version of diffusers has another forward, nothing is swapped. Nothing here imports
+diffusers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+import onepass.functional
+from onepass._ops import small_calls
+from onepass.swapping import adaptive, probe
+from onepass.swapping.classes import Swapped
+from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.specs import ActivatedSpec
+
+_SOURCE = "diffusers.models.resnet"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# ---- forwards ------------------------------------------------------------------------------------
+
+Normed = Callable[[nn.Module, nn.Module, Tensor], Tensor]  # (norm, activation, x) -> y
+
+
+def _sequential(self, normed: Normed, input):
+    norm = None
+    for name, module in self._modules.items():
+        if norm is not None:
+            norm, input = None, normed(norm, module, input)
+        elif name in self._onepass_spec.norms:
+            norm = module
+        else:
+            input = module(input)
+    return input if norm is None else norm(input)  # of a slice, whose last child it is
+
+
+def _resnet_block_2d(self, normed: Normed, input_tensor, temb):
+    norms = self._onepass_spec.norms
+
+    def activated(name: str, x):
+        compute = normed if name in norms else _composed
+        return compute(getattr(self, name), self.nonlinearity, x)
+
+    hidden = activated("norm1", input_tensor)
+    resize = self.downsample if self.upsample is None else self.upsample
+    if resize is not None:
+        if self.upsample is not None and hidden.shape[0] >= 64:
+            input_tensor, hidden = input_tensor.contiguous(), hidden.contiguous()
+        input_tensor, hidden = resize(input_tensor), resize(hidden)
+    hidden = self.conv1(hidden)
+    if self.time_emb_proj is not None:
+        temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
+        temb = temb[:, :, None, None]
+    if self.time_embedding_norm == "scale_shift":
+        scale, shift = temb.chunk(2, dim=1)
+        hidden = self.nonlinearity(self.norm2(hidden) * (1 + scale) + shift)
+    else:
+        if temb is not None and self.time_embedding_norm == "default":
+            hidden = hidden + temb
+        hidden = activated("norm2", hidden)
+    hidden = self.conv2(self.dropout(hidden))
+    if self.conv_shortcut is not None:
+        input_tensor = self.conv_shortcut(
+            input_tensor.contiguous() if self.training else input_tensor
+        )
+    return (input_tensor + hidden) / self.output_scale_factor
+
+
+def _composed(norm: nn.Module, activation: nn.Module, x):
+    return activation(norm(x))
+
+
+def _fused(norm: nn.Module, activation: nn.Module, x):
+    """In one pass, if the two are what they were and the call gains."""
+    if (
+        not (_is_norm(norm) and _is_silu(activation) and is_plain(x))
+        or not has_kernels(x.device.type, "group_norm")
+        or small_calls.group_norm_is_small(x, norm.num_groups, activated=True)
+    ):
+        return _composed(norm, activation, x)
+    ours = onepass.functional.group_norm
+    arguments = (x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+    if not torch.compiler.is_compiling() and has_torch_function((x,)):
+        return handle_torch_function(ours, (x,), *arguments, activation="silu")
+    return ours(*arguments, activation="silu")
+
+
+class ActivatedForward(Swapped):
+    """Base of forwards of modules that have a form. Norm and activation are called as modules if
+    they have hooks, or are no longer what they were."""
+
+    _onepass_spec: ActivatedSpec
+
+
+class SequentialForward(ActivatedForward):
+    def forward(self, input):
+        if isinstance(input, torch.fx.Proxy):
+            return self._onepass_original.forward(self, input)
+        return _sequential(self, _fused, input)
+
+
+class ResnetBlock2DForward(ActivatedForward):
+    def forward(self, input_tensor, temb, *args, **kwargs):
+        if args or kwargs or isinstance(input_tensor, torch.fx.Proxy):
+            return self._onepass_original.forward(self, input_tensor, temb, *args, **kwargs)
+        return _resnet_block_2d(self, _fused, input_tensor, temb)
+
+
+FORWARDS = {"Sequential": SequentialForward, "ResnetBlock2D": ResnetBlock2DForward}
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+class Activated(NamedTuple):
+    """A module that has a form, and the names of the norms that may be computed with silu."""
+
+    form: str
+    norms: tuple[str, ...]
+
+
+def _is_stock(module: nn.Module | None, forward: Callable) -> bool:
+    """Whether a module runs this forward of torch's, or what `swap` put in its place, alone."""
+    if module is None or any(vars(module)[hooks] for hooks in _HOOKS):
+        return False
+    cls = getattr(type(module), "_onepass_original", type(module))
+    return (
+        cls.forward is forward
+        and cls.__call__ is nn.Module.__call__
+        and "forward" not in vars(module)
+    )
+
+
+_is_norm = functools.partial(_is_stock, forward=nn.GroupNorm.forward)
+_is_silu = functools.partial(_is_stock, forward=nn.SiLU.forward)
+
+
+def form_of(module: nn.Module) -> Activated | Because | None:
+    """The form of a module; the reason if a class that has one is another's; None for others."""
+    if type(module).forward is nn.Sequential.forward:
+        names = list(module._modules)
+        norms = tuple(
+            name
+            for name, following in zip(names, names[1:], strict=False)
+            if _is_norm(module._modules[name]) and _is_silu(module._modules[following])
+        )
+        return Activated("Sequential", norms) if norms else None
+    cls = getattr(sys.modules.get(_SOURCE), "ResnetBlock2D", None)
+    if cls is None or not isinstance(module, cls):
+        return None
+    if type(module).forward is not cls.forward:
+        return Reason.OWN_FORWARD.because()
+    if not _is_silu(module._modules.get("nonlinearity")):
+        return None
+    names = ("norm1",) if module.time_embedding_norm == "scale_shift" else ("norm1", "norm2")
+    norms = tuple(name for name in names if _is_norm(module._modules.get(name)))
+    return Activated("ResnetBlock2D", norms) if norms else None
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+_BATCH, _CONDITION, _SIDE = 2, 5, 4
+
+
+def configuration(module: nn.Module, activated: Activated) -> tuple:
+    """Two modules with the same configuration get the same verdict. Valid while both are alive."""
+    of_norms = tuple((module._modules[n].num_groups, module._modules[n].eps) for n in _NORMS)
+    others = tuple(getattr(module, name, None) is None for name in (*_OPTIONAL, "time_emb_proj"))
+    cls, skipped = type(module), bool(getattr(module, "skip_time_act", False))
+    scale = module.output_scale_factor
+    return cls, cls.forward, activated, of_norms, others, module.time_embedding_norm, skipped, scale
+
+
+_NORMS = ("norm1", "norm2")
+_OPTIONAL = ("upsample", "downsample", "conv_shortcut")
+
+
+def prove(module: nn.Module, activated: Activated) -> ActivatedSpec | str:
+    """The spec of a `ResnetBlock2D` that computes its form, or the reason why it is not swapped.
+
+    The module is only read, as by `probe.probe`.
+    """
+    spec = ActivatedSpec(*activated)
+
+    def ours(twin, *args):
+        vars(twin)["_onepass_spec"] = spec
+        return _resnet_block_2d(twin, _fused_always, *args)
+
+    def exact(twin, *args):
+        vars(twin)["_onepass_spec"] = spec
+        wide = (x if x is None else x.double() for x in args)
+        return _resnet_block_2d(twin.double(), _composed, *wide)
+
+    forwards = (type(module).forward, ours, exact)
+    with probe.isolated():
+        try:
+            for dtype in (torch.float32, torch.bfloat16):
+                adaptive.judge(spec.form, dtype, forwards, lambda *case: _results(module, *case))
+        except probe.Refused as refusal:
+            return str(refusal)
+    return spec
+
+
+def _fused_always(norm, activation, x):
+    arguments = (x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+    return onepass.functional.group_norm(*arguments, activation="silu")
+
+
+def _results(module, dtype, seed, forward) -> list[Tensor]:
+    """Outputs of a forward on a twin with few channels, and gradients of its inputs and norms."""
+    random = torch.Generator().manual_seed(24 + seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    twin = probe.twin(module)
+    twin._modules.update(dict.fromkeys(module._modules))
+    groups = [module._modules[name].num_groups for name in _NORMS]
+    width = 2 * math.lcm(*groups)
+    parts = 2 if module.time_embedding_norm == "scale_shift" else 1
+    made = {
+        name: nn.GroupNorm(count, width, eps=module._modules[name].eps)
+        for name, count in zip(_NORMS, groups, strict=True)
+    }
+    for name in ("conv1", "conv2", "conv_shortcut"):
+        if module._modules.get(name) is not None:
+            made[name] = nn.Conv2d(width, width, 1)
+    if module._modules.get("time_emb_proj") is not None:
+        made["time_emb_proj"] = nn.Linear(_CONDITION, parts * width)
+    for part in made.values():
+        part.to(dtype)
+        for parameter in part.parameters():
+            parameter.data = normal(*parameter.shape)
+    twin._modules.update(made, nonlinearity=nn.SiLU(), dropout=nn.Identity())
+    if module.upsample is not None:
+        vars(twin).pop("upsample", None)
+        vars(twin)["upsample"] = functools.partial(F.interpolate, scale_factor=2.0)
+    if module.downsample is not None:
+        vars(twin).pop("downsample", None)
+        vars(twin)["downsample"] = functools.partial(F.avg_pool2d, kernel_size=2)
+    x = normal(_BATCH, width, _SIDE, _SIDE).requires_grad_()
+    temb = normal(_BATCH, _CONDITION).requires_grad_()
+    leaves = [x, *made["norm1"].parameters(), *made["norm2"].parameters()]
+    if "time_emb_proj" in made:
+        leaves.append(temb)
+    given = temb if "time_emb_proj" in made else None
+    return adaptive.outcome(lambda: forward(twin, x, given), leaves, normal)

@@ -1,0 +1,292 @@
+"""Group norms: alone in 16 bits, and with silu after them in an nn.Sequential."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass import numerics
+from onepass._ops import dispatch_log, small_calls
+from onepass.swapping.reasons import Reason
+
+LEAST = small_calls.LEAST_GROUP_NORM, small_calls.LEAST_ACTIVATED  # a fixture removes them
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OP, TO = "group_norm", "onepass group_norm, silu"
+
+
+def calls(run) -> list[tuple[str, bool]]:
+    """(operator, whether silu is in it) of each call of ours."""
+    with dispatch_log.record() as made:
+        run()
+    return [(call["op"], "silu" in call["arguments"]) for call in made if "group" in call["op"]]
+
+
+def net(dtype=F32, inplace: bool = False) -> nn.Sequential:
+    """A small convolutional net: norms with silu, one with relu, and one in a block of its own."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(4, 8),
+        nn.SiLU(inplace=inplace),
+        nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)),
+        nn.GroupNorm(8, 8, affine=False),
+        nn.SiLU(),
+        nn.GroupNorm(1, 8),
+        nn.ReLU(),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.3)
+    return model.to(dtype)
+
+
+def image(dtype=F32, last: bool = False) -> torch.Tensor:
+    x = torch.randn(2, 3, 6, 6, dtype=dtype)
+    return x.to(memory_format=torch.channels_last) if last else x
+
+
+def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = model(x)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], upstream)]
+
+
+def assert_same(model: nn.Module, stock: nn.Module, x: torch.Tensor) -> None:
+    """Outputs and gradients of several inputs, judged together: one draw of stock's error is not
+    enough."""
+    exact = copy.deepcopy(stock).double()
+    inputs = [x, *(torch.randn_like(x) for _ in range(5))]
+    models = ((model, x.dtype), (exact, F64), (stock, x.dtype))
+    runs = [[results(m, each.to(dtype)) for each in inputs] for m, dtype in models]
+    assert [y.stride() for y in runs[0][0]] == [y.stride() for y in runs[2][0]]
+    for found in zip(*(zip(*run, strict=True) for run in runs), strict=True):
+        ours, ref, base = (torch.stack(tensors) for tensors in found)
+        assert ours.dtype is base.dtype
+        numerics.assert_close(ours, ref, base)
+
+
+# ---- with silu -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_net_and_the_way_back(inplace, dtype, last):
+    model, stock = net(dtype, inplace), net(dtype, inplace)
+    x = image(dtype, last)
+    keys, before = list(model.state_dict()), [type(m) for m in model.modules()]
+    report = onepass.swap(model, kinds="norm", strict=True)
+    assert {e["name"]: e["to"] for e in report.swapped if e["from"].endswith("Sequential")} == {
+        "": TO, "3": TO,
+    }  # fmt: skip
+    alone = [(e["name"], e["reason"].kind) for e in report.skipped]
+    assert alone == ([("6", Reason.GROUP_NORM)] if dtype is F32 else [])
+    assert list(model.state_dict()) == keys and isinstance(model, nn.Sequential)
+    assert calls(lambda: model(x)) == [(OP, True)] * 3 + [(OP, False)] * (dtype is BF16)
+    assert model(x).is_contiguous(memory_format=torch.channels_last) is last
+    assert_same(model, stock, x)
+    assert report.verify(x).ok
+    again = onepass.swap(model, kinds="norm")
+    assert len(again.swapped) == len(report.swapped) and len(again.skipped) == len(report.skipped)
+    onepass.unswap(model)
+    assert [type(m) for m in model.modules()] == before and torch.equal(model(x), stock(x))
+
+
+def test_copies_pickles_and_slices():
+    model, x = net(), image()
+    onepass.swap(model, kinds="norm")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model) and torch.equal(twin(x), model(x))
+    front, back = model[:2], model[2:]  # a pair is divided
+    assert not calls(lambda: front(x)) and calls(lambda: back(front(x))) == [(OP, True)] * 2
+    stock = net()
+    exact = copy.deepcopy(stock).double()(x.double())
+    numerics.assert_close(back(front(x)).detach(), exact.detach(), stock(x).detach())
+
+
+def test_parts_with_hooks_or_other_classes_are_called():
+    model, x = net(), image()
+    onepass.swap(model, kinds="norm")
+    seen = []
+    handles = [
+        model[1].register_forward_hook(lambda m, args, out: seen.append(out)),
+        model[3][1].register_forward_pre_hook(lambda m, args: seen.append(args[0])),
+    ]
+    assert calls(lambda: model(x)) == [(OP, True)] and len(seen) == 2
+    for handle in handles:
+        handle.remove()
+    assert len(calls(lambda: model(x))) == 3 and len(seen) == 2
+    model[2] = nn.ReLU()
+    model[3][0] = nn.Identity()
+    assert calls(lambda: model(x)) == [(OP, True)]
+    model[4].forward = lambda x: x
+    assert calls(lambda: model(x)) == []
+
+
+def test_options_that_keep_a_norm():
+    model = net()
+    report = onepass.swap(model, kinds="norm", exclude="3.0")
+    assert [e["name"] for e in report.swapped] == [""]
+    assert ("3", "excluded by '3.0'") in [(e["name"], e["reason"]) for e in report.skipped]
+    assert len(calls(lambda: model(image()))) == 2
+    onepass.unswap(model)
+    assert [e["name"] for e in onepass.swap(model, include="3").swapped] == ["3"]
+    onepass.unswap(model)
+    model[1].compile(backend="eager")  # whose compiled code is not called otherwise
+    report = onepass.swap(model, kinds="norm")
+    assert len(calls(lambda: model(image()))) == 2
+
+
+def test_a_norm_that_two_modules_share():
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(2, 8)
+    model = nn.ModuleList([nn.Sequential(norm, nn.SiLU()), nn.Sequential(norm, nn.SiLU())])
+    report = onepass.swap(model, kinds="norm", strict=True)
+    assert [e["name"] for e in report.swapped] == ["0", "1"] and not report.skipped
+    x = torch.randn(2, 8, 3, 3)
+    assert torch.equal(model[0](x), model[1](x)) and model[0][0] is model[1][0]
+
+
+@pytest.mark.parametrize(
+    "between", [nn.ReLU(), nn.Identity(), nn.Dropout(0.1), nn.GELU(), nn.Hardswish()], ids=str
+)
+def test_what_is_not_silu_is_left_alone(between):
+    model = nn.Sequential(nn.GroupNorm(2, 8), between, nn.SiLU())
+    report = onepass.swap(model, kinds="norm", strict=False)
+    assert not report.swapped
+    assert [e["reason"].kind for e in report.skipped] == [Reason.GROUP_NORM]
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class OwnNorm(nn.GroupNorm):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class OwnSiLU(nn.SiLU):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_subclasses_with_a_forward_of_their_own():
+    for model in (
+        OwnForward(nn.GroupNorm(2, 8), nn.SiLU()),
+        nn.Sequential(nn.GroupNorm(2, 8), OwnSiLU()),
+        nn.Sequential(OwnNorm(2, 8), nn.SiLU()),
+    ):
+        assert not onepass.swap(model, kinds="norm").swapped
+    (entry,) = onepass.swap(OwnNorm(2, 8)).skipped
+    assert entry["reason"].kind is Reason.OWN_FORWARD
+
+
+# ---- alone ---------------------------------------------------------------------------------------
+
+
+class Subclass(nn.GroupNorm):
+    activation = "relu"  # of its own, and not what ours means by it
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("cls", [nn.GroupNorm, Subclass])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_alone_in_16_bits(dtype, cls, last):
+    stock = cls(4, 8).to(dtype)
+    with torch.no_grad():
+        stock.weight.normal_()
+        stock.bias.normal_()
+    model = copy.deepcopy(stock)
+    (entry,) = onepass.swap(model, strict=True).swapped
+    assert entry["to"] == "onepass.nn.GroupNorm" and entry["kind"] == "norm"
+    x = torch.randn(3, 8, 5, 5, dtype=dtype) * 2 + 1
+    x = x.to(memory_format=torch.channels_last) if last else x
+    assert calls(lambda: model(x)) == [(OP, False)]
+    assert_same(model, stock, x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model) and torch.equal(twin(x), model(x))
+    assert onepass.unswap(model) == [""] and type(model) is cls
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_alone_in_more_bits_it_is_torchs(dtype):
+    norm = nn.GroupNorm(4, 8, dtype=dtype)
+    report = onepass.swap(norm, kinds="norm")
+    assert not report.swapped and report.skipped[0]["reason"].kind is Reason.GROUP_NORM
+    name = str(dtype).removeprefix("torch.")
+    assert report.skipped[0]["reason"].endswith(f"as fast at group norm in {name}")
+    norm = nn.GroupNorm(4, 8, affine=False)  # the input's dtype decides
+    assert onepass.swap(norm).swapped and not calls(lambda: norm(torch.randn(2, 8, 3, dtype=dtype)))
+    assert calls(lambda: norm(torch.randn(2, 8, 3).bfloat16()))
+
+
+def test_a_group_of_one_element_is_refused_as_by_torch():
+    norm, pair = nn.GroupNorm(2, 2).bfloat16(), nn.Sequential(nn.GroupNorm(2, 2), nn.SiLU())
+    for model, x in ((norm, torch.randn(1, 2).bfloat16()), (pair, torch.randn(1, 2, 1, 1))):
+        assert onepass.swap(model, kinds="norm").swapped
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+            model(x)
+
+
+# ---- sizes, torch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("silu", [True, False])
+def test_the_bounds(silu, dtype, training, monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_GROUP_NORM", LEAST[0])
+    monkeypatch.setattr(small_calls, "LEAST_ACTIVATED", LEAST[1])
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU() if silu else nn.ReLU()).to(dtype)
+    report = onepass.swap(model, kinds="norm")
+    if dtype is F32 and not silu:
+        assert not report.swapped
+        return
+    assert any("group norms with silu" in note for note in report.notes)
+    least = LEAST[silu][dtype][not training]
+    for columns, ours in ((least // 8, True), (least // 8 - 1, False)):
+        x = torch.randn(1, 8, columns, dtype=dtype)
+        with torch.set_grad_enabled(training):
+            kernels = [call["kernel"] for call in onepass.explain(model, x).calls]
+        assert (kernels == ["group_norm_forward_kernel"]) is ours, kernels
+        assert ours or kernels == ["torch.nn.functional.group_norm"]
+
+
+def test_compiled_in_one_graph():
+    model, stock, x = net(), net(), image()
+    onepass.swap(model, kinds="norm")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    y = compiled(x)
+    exact = copy.deepcopy(stock).double()(x.double())
+    numerics.assert_close(y.detach(), exact.detach(), stock(x).detach())
+    assert torch.equal(y, model(x))
+
+
+def test_traced_by_fx_the_parts_are_seen():
+    model = net()
+    onepass.swap(model, kinds="norm")
+    graph = torch.fx.symbolic_trace(model)
+    names = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+    assert "1" in names and "2" in names
+    x, stock = image(), net()
+    assert torch.equal(graph(x), stock(x))
+
+
+def test_per_sample_gradients():
+    from tests.swap.same_model import per_sample
+
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())
+    stock, exact, x = copy.deepcopy(model), copy.deepcopy(model).double(), torch.randn(3, 1, 4, 5)
+    onepass.swap(model, kinds="norm")
+    for found in zip(*(
+        per_sample(m, x.to(t)) for m, t in ((model, F32), (exact, F64), (stock, F32))
+    ), strict=True):  # fmt: skip
+        numerics.assert_close(*found)
