@@ -201,8 +201,10 @@ def test_the_report_prints():
     report = integration.attach(build("llama"))
     lines = str(report).splitlines()
     assert lines[0] == "onepass: attached 2, 0 skipped"
-    assert lines[2].split() == ["attached", "name", "count", "type", "before"]
-    assert lines[3].split() == ["model.layers.*.self_attn", "2", "LlamaAttention", "sdpa"]
+    assert lines[2].split() == ["attached", "name", "count", "kind", "type", "before", "to"]
+    assert lines[3].split() == [
+        "model.layers.*.self_attn", "2", "attention", "LlamaAttention", "sdpa", "onepass",
+    ]  # fmt: skip
     assert repr(report) == str(report) and "LlamaAttention" in report._repr_html_()
     assert json.loads(json.dumps(report.to_dict()))["skipped"] == []
     assert str(copy.deepcopy(report)) == str(report)

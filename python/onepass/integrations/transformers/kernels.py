@@ -18,9 +18,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import activations
 
 from onepass import _library
+from onepass._ops import gate as _gate
+from onepass._ops import small_calls
 from onepass._ops.norm import NormKind, norm
+from onepass.functional._internal import linear_where_it_gains
+from onepass.integrations.transformers import losses
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_plain
 from onepass.swapping.specs import Form, RotarySpec
@@ -54,6 +59,114 @@ class RMSNormZeroCentered(nn.Module):
         return _rms_norm(hidden_states, weight, eps, weight_offset=1.0)
 
 
+class RMSNormGated(nn.Module):
+    """Qwen3-Next's norm: its weight times the normalised input, times the activated gate."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states, gate=None):
+        weight, eps = getattr(self, "weight", None), getattr(self, "variance_epsilon", None)
+        activation = getattr(self, "activation", None)
+        if (
+            activation not in _gate.KINDS
+            or not _is_norm(hidden_states, weight, eps)
+            or not _is_factor(gate, hidden_states)
+        ):
+            return type(self).forward(self, hidden_states, gate)
+        normed = _rms_norm(hidden_states, weight, eps)
+        return _gate.gated_activation(gate, normed, _gate.KINDS[activation], False)
+
+
+class SwiGLUMLP(nn.Module):
+    """Llama's feed-forward block: its three linear layers, and silu."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x):
+        return _gated_mlp(self, x, ("silu",))
+
+
+class GeGLUMLP(nn.Module):
+    """Gemma's feed-forward block: its three linear layers, and gelu, exact or by tanh."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x):
+        return _gated_mlp(self, x, ("gelu", "gelu_tanh"))
+
+
+class Linear(nn.Module):
+    """torch's linear layer, where onepass's products gain."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        usual = isinstance(weight, Tensor) and weight.dim() == 2
+        if not (usual and is_plain(input) and has_kernels(input.device.type, "linear")):
+            return type(self).forward(self, input)
+        return linear_where_it_gains(input, weight, bias)
+
+
+class ForCausalLMLoss(nn.Module):
+    """transformers' loss of a language model, without a float32 copy of 16-bit logits."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        **kwargs,
+    ):
+        return losses.causal_lm_loss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
+        )
+
+
+class SiLU(nn.Module):
+    """The activation of that name; so are the next five."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _activated(self, input, "silu", torchs=True)
+
+
+class GeLU(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _activated(self, input, "gelu", torchs=True)
+
+
+class GeluTanh(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _activated(self, input, "gelu_tanh")
+
+
+class QuickGELU(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _activated(self, input, "quick_gelu")
+
+
 class RotaryPosEmb(nn.Module):
     """`apply_rotary_pos_emb` of a model's file, turned into a module by the package kernels."""
 
@@ -85,6 +198,10 @@ def _is_norm(input: Tensor, weight, eps) -> bool:
     )
 
 
+def _is_factor(x, like: Tensor) -> bool:
+    return isinstance(x, Tensor) and is_plain(x) and x.dtype is like.dtype and x.shape == like.shape
+
+
 def _rms_norm(input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     return norm(
         input,
@@ -97,6 +214,61 @@ def _rms_norm(input: Tensor, weight: Tensor, eps: float, weight_offset: float = 
         weight_offset=weight_offset,
         out_dtype=input.dtype,
     )[0]
+
+
+def _gated_mlp(module: nn.Module, x: Tensor, activations: tuple[str, ...]) -> Tensor:
+    """down(activation(gate(x)) * up(x)) of a block of Llama's names; or its own forward."""
+    parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+    gate, up, down, activation = parts
+    kind = _activation_of(activation)
+    if (
+        kind not in activations
+        or len(module._modules) != len(parts)
+        or any(part is None for part in parts)
+        or not (is_plain(x) and _runs_on(x.device, "mlp"))
+    ):
+        return type(module).forward(module, x)
+    gated, factor = gate(x), up(x)
+    if not (is_plain(gated) and _is_factor(factor, gated)):
+        return down(activation(gated) * factor)
+    return down(_gate.gated_activation(gated, factor, _gate.KINDS[kind], False))
+
+
+def _activation_of(module: nn.Module | None) -> str | None:
+    """The name in `gated_activation` of an activation module of torch's or transformers'."""
+    if module is None or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    return _ACTIVATIONS.get(type(module))
+
+
+_ACTIVATIONS = {
+    nn.SiLU: "silu",
+    activations.SiLUActivation: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_tanh",
+    activations.NewGELUActivation: "gelu_tanh",
+    activations.FastGELUActivation: "gelu_tanh",
+}
+
+
+def _activated(module: nn.Module, input: Tensor, activation: str, torchs: bool = False) -> Tensor:
+    """The activation alone: gated by a row of ones, which stays in the cache.
+
+    Args:
+        torchs: torch has it in one pass, too, and on the CPU small calls and gelu without gradients
+            take less time there.
+    """
+    if (
+        not (is_plain(input) and input.dtype in _DTYPES and input.dim())
+        or not _runs_on(input.device, "mlp")
+        or torch.is_autocast_enabled(input.device.type)  # some of theirs are float32 there
+        or (torchs and small_calls.activation_is_small(input, activation))
+    ):
+        return type(module).forward(module, input)
+    ones = torch.ones(input.shape[-1], dtype=input.dtype, device=input.device).expand_as(input)
+    return _gate.gated_activation(input, ones, _gate.KINDS[activation], False)
 
 
 def _runs_on(device: torch.device, kind: str) -> bool:
@@ -139,7 +311,18 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer("RMSNorm", RMSNorm, "norm"),
     Layer("RMSNormZeroCentered", RMSNormZeroCentered, "norm"),
+    Layer("RMSNormGated", RMSNormGated, "norm"),
     Layer("rotary_pos_emb", RotaryPosEmb, "rotary"),
+    Layer("SwiGLUMLP", SwiGLUMLP, "mlp"),
+    Layer("GeGLUMLP", GeGLUMLP, "mlp"),
+    Layer("Linear", Linear, "linear"),
+    Layer("ForCausalLMLoss", ForCausalLMLoss, "loss"),
+    Layer("SiLU", SiLU, "mlp"),
+    Layer("GeLU", GeLU, "mlp"),
+    Layer("GeluTanh", GeluTanh, "mlp"),
+    Layer("NewGELU", GeluTanh, "mlp"),
+    Layer("FastGELU", GeluTanh, "mlp"),
+    Layer("QuickGELU", QuickGELU, "mlp"),
 )
 
 
@@ -149,9 +332,11 @@ def register_kernels(devices: Sequence[str] = DEVICES) -> dict[str, list[str]]:
 
     They are added to transformers' mapping of the package kernels, for training and inference,
     with and without `torch.compile`, in the place of what is downloaded for the same names: RMS
-    norms of most language models, and the rotary embedding of query and key. Models that already
-    use kernels must be switched once more. The model's own code computes norms and rotations of
-    several dtypes, or on other devices.
+    norms of most language models, gated ones too, the rotary embedding of query and key, and
+    activations; and those that no model of transformers asks for yet, but code of yours may: gated
+    feed-forward blocks, linear layers, the loss of language models. Models that already use kernels
+    must be switched once more. The model's own code computes norms and rotations of several dtypes,
+    or on other devices.
 
     `onepass.swap(model)` does the same and more, with a report, a check and a way back; this is for
     those who have chosen transformers' switch. Use one of them.
