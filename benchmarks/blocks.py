@@ -76,6 +76,21 @@ def dit() -> tuple[nn.Module, Batch]:
     return model, batch
 
 
+def unet() -> tuple[nn.Module, Batch]:
+    """Two levels of DDPM's UNet for CIFAR-10, without attention; 4 images of 32 x 32."""
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=32,
+        block_out_channels=(128, 256),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        add_attention=False,
+    )
+    return model, {"sample": torch.randn(4, 3, 32, 32), "timestep": torch.randint(1000, (4,))}
+
+
 def _tokens(vocabulary: int, batch: int, length: int) -> Batch:
     tokens = torch.randint(vocabulary, (batch, length))
     return {"input_ids": tokens, "labels": tokens}

@@ -1,9 +1,10 @@
 """Finds the size from which a swapped module or function takes less time than stock's.
 
-For layer norms, linear layers, modules that call attention or F.linear, and rotations.
+For layer norms, group norms, linear layers, modules that call attention or F.linear, rotations,
+and the activations of `register_kernels`.
 
-    python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only attention linear norm
-        rotary]
+    python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only activation attention
+        group_norm linear norm rotary]
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
 in inference: medians of processor time in ABBA turns, on which other processes have little effect.
@@ -17,6 +18,7 @@ import math
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 
 import torch
@@ -37,6 +39,8 @@ LAYER_ROWS = (1, 2, 4, 8, 16, 32, 64, 1024)
 SHAPES = ((1, 16), (4, 16), (1, 64), (16, 16), (4, 64), (1, 197), (8, 64), (4, 197), (1, 512))
 HEADS, HEAD_DIM = (3, 6, 12), 64
 ROTATED, TOKENS = ((2, 1), (8, 2), (16, 16), (32, 8)), (1, 2, 4, 8, 16, 64, 256, 1024)
+IMAGES = ((1, 64, 8, 8), (2, 64, 8, 8), (2, 64, 16, 16), (2, 128, 16, 16), (2, 128, 32, 32))
+ELEMENTS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 TURNS, SECONDS = 7, 0.03
 
 
@@ -46,6 +50,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    small_calls.LEAST_GROUP_NORM.clear()
+    small_calls.LEAST_ACTIVATED.clear()
+    small_calls.LEAST_GATE.clear()
     small_calls.LEAST_ATTENTION.clear()  # ours at every size, whatever torch has
     small_calls.LEAST_LINEAR_CALLS.clear()
     small_calls.LEAST_LINEAR.clear()
@@ -104,8 +111,48 @@ def show_rotary(dtype: str) -> None:
         show(title, "heads", ROTATED, [f"{tokens} tokens" for tokens in TOKENS], cells)
 
 
+def show_group_norm(dtype: str) -> None:
+    """The second and fourth column: channels last. In float32 a norm alone is not swapped."""
+
+    def cells(shape: tuple[int, ...]) -> list[str]:
+        return [
+            measure_group_norm(dtype, shape, following, memory_format)
+            for following in (nn.SiLU, nn.Identity)
+            for memory_format in (torch.contiguous_format, torch.channels_last)
+        ]
+
+    columns = ["with silu", "channels last", "alone", "channels last"]
+    show(f"group norm, {dtype}: log2 of elements", "input", IMAGES, columns, cells)
+
+
+def show_activation(dtype: str) -> None:
+    from transformers import activations
+
+    from onepass.integrations.transformers import kernels
+
+    def cells(name: str) -> list[str]:
+        layer = next(layer for layer in kernels.LAYERS if layer.name == name)
+        stock, ours = (getattr(activations, ACTIVATIONS[name])() for _ in range(2))
+        ours.forward = types.MethodType(layer.cls.forward, ours)
+        inputs = [torch.randn(n // 512, 512, dtype=getattr(torch, dtype)) for n in ELEMENTS]
+        return [measure_both(stock, ours, x, math.log2(x.numel())) for x in inputs]
+
+    counts = [f"2^{math.log2(n):.0f}" for n in ELEMENTS]
+    show(f"activation, {dtype}: log2 of elements", "name", list(ACTIVATIONS), counts, cells)
+
+
+ACTIVATIONS = {
+    "SiLU": "SiLUActivation",
+    "GeLU": "GELUActivation",
+    "GeluTanh": "GELUTanh",
+    "NewGELU": "NewGELUActivation",
+    "FastGELU": "FastGELUActivation",
+    "QuickGELU": "QuickGELUActivation",
+}
 KINDS = {
+    "activation": show_activation,
     "attention": show_attention,
+    "group_norm": show_group_norm,
     "linear": show_products,
     "norm": show_norm,
     "rotary": show_rotary,
@@ -246,8 +293,20 @@ def measure_product(make: Callable, dtype: str, rows: int, shape: tuple[int, int
     return measure_swapped(stock, swapped, x, math.log2(rows * math.prod(shape)))
 
 
+def measure_group_norm(dtype: str, shape: tuple[int, ...], following: type, memory_format) -> str:
+    x = torch.randn(shape, dtype=getattr(torch, dtype)).to(memory_format=memory_format)
+    stock, swapped = (
+        nn.Sequential(nn.GroupNorm(32, shape[1]), following()).to(x.dtype) for _ in range(2)
+    )
+    return measure_swapped(stock, swapped, x, math.log2(x.numel()))
+
+
 def measure_swapped(stock: nn.Module, swapped: nn.Module, x: torch.Tensor, size: float) -> str:
     onepass.swap(swapped)
+    return measure_both(stock, swapped, x, size)
+
+
+def measure_both(stock: nn.Module, swapped: nn.Module, x: torch.Tensor, size: float) -> str:
     x.requires_grad_()
     upstream = torch.randn_like(stock(x))
 

@@ -1,11 +1,11 @@
-"""onepass's attention in models of transformers, by transformers' own switch.
+"""onepass's attention in models of transformers, by transformers' own switch; and their loss.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     print(onepass.swap(model))                 # norms, dropouts and attention; unswap undoes it
 
     import onepass.integrations.transformers as onepass_transformers
 
-    print(onepass_transformers.attach(model))  # attention alone
+    print(onepass_transformers.attach(model))  # attention and loss; lazy_logits=True: no logits
     onepass_transformers.detach(model)         # back to "sdpa", "eager", ...
 
     Trainer(..., optimizer_cls_and_kwargs=onepass_transformers.trainer_optimizer(args),
