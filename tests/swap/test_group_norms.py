@@ -270,6 +270,17 @@ def test_compiled_in_one_graph():
     assert torch.equal(y, model(x))
 
 
+def test_exported_with_any_batch():
+    model, x = net(), image()
+    onepass.swap(model, kinds="norm")
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    ops = [str(node.target) for node in program.graph.nodes if "group_norm" in str(node.target)]
+    assert ops.count("onepass.group_norm.default") == 3
+    for given in (x, torch.randn(5, 3, 6, 6)):
+        assert torch.equal(program.module()(given), model(given))
+
+
 def test_traced_by_fx_the_parts_are_seen():
     model = net()
     onepass.swap(model, kinds="norm")
