@@ -52,7 +52,7 @@ def main() -> int:
     torch.set_num_threads(1)
     small_calls.LEAST_GROUP_NORM.clear()
     small_calls.LEAST_ACTIVATED.clear()
-    small_calls.LEAST_GATE.clear()
+    small_calls.LEAST_ACTIVATION.clear()
     small_calls.LEAST_ATTENTION.clear()  # ours at every size, whatever torch has
     small_calls.LEAST_LINEAR_CALLS.clear()
     small_calls.LEAST_LINEAR.clear()
@@ -143,7 +143,6 @@ def show_activation(dtype: str) -> None:
 
 ACTIVATIONS = {
     "SiLU": "SiLUActivation",
-    "GeLU": "GELUActivation",
     "GeluTanh": "GELUTanh",
     "NewGELU": "NewGELUActivation",
     "FastGELU": "FastGELUActivation",

@@ -43,6 +43,7 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})
     monkeypatch.setattr(small_calls, "LEAST_GROUP_NORM", {})
     monkeypatch.setattr(small_calls, "LEAST_ACTIVATED", {})
+    monkeypatch.setattr(small_calls, "LEAST_ACTIVATION", {})
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {})
     monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", {})

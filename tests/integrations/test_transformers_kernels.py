@@ -35,9 +35,11 @@ from onepass.integrations.transformers import kernels, register_kernels
 
 MODELS = Path(transformers.__file__).parent / "models"
 DTYPES = (torch.float32, torch.bfloat16)
-LEAST_GATE = dict(small_calls.LEAST_GATE)  # a fixture of all tests removes them
-# Names that transformers asks for and onepass has no operator for: docs/integrations/kernels.md.
+LEAST = dict(small_calls.LEAST_ACTIVATION)  # a fixture of all tests removes them
+# Names that transformers asks for and onepass has nothing for, or nothing faster:
+# docs/integrations/kernels.md.
 WITHOUT = {
+    "GeLU",
     "MultiScaleDeformableAttention",
     "SoftmaxTopKRouter",
     "MegaBlocksMoeMLP",
@@ -137,7 +139,6 @@ def assert_same(forward, exact, stock, inputs) -> None:
 
 ACTIVATIONS = {
     "SiLU": (activations.SiLUActivation, nn.functional.silu),
-    "GeLU": (activations.GELUActivation, nn.functional.gelu),
     "GeluTanh": (activations.GELUTanh, partial(nn.functional.gelu, approximate="tanh")),
     "NewGELU": (activations.NewGELUActivation, partial(nn.functional.gelu, approximate="tanh")),
     "FastGELU": (activations.FastGELUActivation, partial(nn.functional.gelu, approximate="tanh")),
@@ -164,18 +165,20 @@ def test_activations(name, dtype):
         assert not ops(lambda: forward(x)) and forward(x).dtype is module(x).dtype
 
 
-def test_small_activations_are_torchs(monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_GATE", LEAST_GATE)
-    least = LEAST_GATE[torch.float32][0]
-    for name, ours in (("SiLU", False), ("GeLU", False), ("NewGELU", True)):
-        module = ACTIVATIONS[name][0]()
-        (layer,) = (layer for layer in kernels.LAYERS if layer.name == name)
-        forward = MethodType(layer.load().forward, module)
-        assert ("gated_activation" in ops(lambda f=forward: f(torch.randn(8)))) is ours
-        assert "gated_activation" in ops(lambda f=forward: f(torch.randn(least)))
-        with torch.no_grad():  # torch's exact gelu takes less time there
-            made = ops(lambda f=forward: f(torch.randn(least)))
-        assert ("gated_activation" in made) is (name != "GeLU")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_small_activations_are_transformers_own(name, training, monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_ACTIVATION", LEAST)
+    module = ACTIVATIONS[name][0]()
+    (layer,) = (layer for layer in kernels.LAYERS if layer.name == name)
+    forward = MethodType(layer.load().forward, module)
+    least = LEAST.get(name, (1, 1))[not training]
+    with torch.set_grad_enabled(training):
+        for count, ours in ((least, True), (least - 1, name in ("NewGELU", "FastGELU"))):
+            if count:
+                with dispatch_log.record() as calls:
+                    forward(torch.randn(count))
+                assert ("own forward" not in calls[0]["kernel"]) is ours
 
 
 BLOCKS = {"llama.LlamaMLP": kernels.SwiGLUMLP, "gemma.GemmaMLP": kernels.GeGLUMLP}
@@ -368,7 +371,7 @@ from onepass._ops import dispatch_log
 from onepass.integrations.transformers import register_kernels
 
 registered = register_kernels(["cpu"])
-assert len(registered) == 14 and all(devices == ["cpu"] for devices in registered.values())
+assert len(registered) == 13 and all(devices == ["cpu"] for devices in registered.values())
 sizes = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
     intermediate_size=24, head_dim=8,

@@ -30,12 +30,12 @@ LEAST_NORM = {
 # Elements of a group norm that nothing follows, which gains in 16 bits alone, and of one that silu
 # follows (Xeon, AVX-512, channels first; with channels last they gain from fewer on).
 ALONE = torch.bfloat16, torch.float16
-LEAST_GROUP_NORM = dict.fromkeys(ALONE, (1 << 17, 1 << 15))
+LEAST_GROUP_NORM = dict.fromkeys(ALONE, (1 << 17, 1 << 16))
 LEAST_ACTIVATED = {
-    torch.float32: (1 << 15, 1 << 15),
-    torch.float64: (1 << 15, 1 << 15),
-    torch.bfloat16: (1 << 15, 1 << 13),
-    torch.float16: (1 << 15, 1 << 13),
+    torch.float32: (1 << 16, 1 << 15),
+    torch.float64: (1 << 16, 1 << 15),
+    torch.bfloat16: (1 << 15, 1 << 15),
+    torch.float16: (1 << 15, 1 << 15),
 }
 # Elements of the input of a module that calls attention, times its tokens (Zen 4, AVX-512 with
 # bfloat16): each torch function of a redirected forward takes longer too.
@@ -74,6 +74,13 @@ LEAST_LOSS_CALLS = 1 << 20
 CHUNK_OF_WORD = 1 << 10
 # Elements of a gated activation (Zen 4, AVX-512).
 LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
+# Elements of an activation by its name in transformers, where torch has it in few passes (Xeon,
+# AVX-512). Exact gelu never gains.
+LEAST_ACTIVATION = {
+    "SiLU": (1 << 20, 1 << 18),
+    "GeluTanh": (1 << 14, 1 << 14),
+    "QuickGELU": (1 << 14, 1 << 14),
+}
 # Elements of query and key whose neighbouring columns are rotated and then stored half a head apart
 # (Zen 4, AVX-512): they are moved first. Other rotations gain at every size.
 LEAST_ROTARY = dict.fromkeys(_FLOATS, (1 << 14, 1 << 15))
@@ -93,8 +100,8 @@ ATTENTION_NOTE = (
 GROUP_NORM_NOTE = (
     "group norms with silu after them are computed in one pass, without a call of their modules; "
     "on the CPU torch's own run in calls of fewer elements than "
-    f"{LEAST_ACTIVATED[torch.float32][0]} per thread (16-bit inference: "
-    f"{LEAST_ACTIVATED[torch.bfloat16][1]}); norms alone are ours in 16 bits on the CPU, from "
+    f"{LEAST_ACTIVATED[torch.float32][0]} per thread (16-bit, or inference: "
+    f"{LEAST_ACTIVATED[torch.float32][1]}); norms alone are ours in 16 bits on the CPU, from "
     f"{LEAST_GROUP_NORM[torch.bfloat16][0]} elements on (inference: "
     f"{LEAST_GROUP_NORM[torch.bfloat16][1]})"
 )
@@ -278,16 +285,16 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
     return True
 
 
-def activation_is_small(input: Tensor, activation: str) -> bool:
-    """Whether torch's own silu or gelu takes less time; logged. Exact gelu does without gradients
-    (Xeon, AVX-512: 0.8 to 1.1 of ours)."""
-    training = torch.is_grad_enabled()
-    bound = _least(LEAST_GATE, input, training)
-    if not bound or (input.numel() >= bound and (training or activation != "gelu")):
+def activation_is_small(input: Tensor, name: str) -> bool:
+    """Whether the activation of transformers with a layer's name takes less time; logged."""
+    bounds = LEAST_ACTIVATION.get(name, (0, 0))
+    bound = _least(dict.fromkeys(_FLOATS, bounds), input, torch.is_grad_enabled())
+    if not bound or input.numel() >= bound:
         return False
     if dispatch_log.is_recording():
         arguments = " x ".join(map(str, input.shape))
-        _tell(activation, arguments, input, f"fewer elements than {bound}, or gelu in inference")
+        reason = f"fewer elements than {bound}"
+        _tell("gated_activation", arguments, input, reason, "the activation's own forward")
     return True
 
 
