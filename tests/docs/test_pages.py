@@ -139,7 +139,8 @@ RECIPES = {
         r"\bgate_forward|GatedMLP|gated_activation",
         "gate",
         {f"python/onepass/swapping/{name}.py" for name in SWAPPING}  # blocks of others
-        | {"python/onepass/compare/attribution.py"},  # the part of a step that it is
+        | {"python/onepass/compare/attribution.py"}  # the part of a step that it is
+        | {"python/onepass/integrations/transformers/kernels.py"},  # layers that are made of it
     ),
     "A new norm": (
         r"\bkRms\b|NormKind\.RMS|\bNormKind\b.*RMS|\brms_norm\b|\bRMSNorm\b(?!Forward)",

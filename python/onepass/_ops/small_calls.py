@@ -294,7 +294,7 @@ def activation_is_small(input: Tensor, name: str) -> bool:
     if dispatch_log.is_recording():
         arguments = " x ".join(map(str, input.shape))
         reason = f"fewer elements than {bound}"
-        _tell("gated_activation", arguments, input, reason, "the activation's own forward")
+        _tell(name, arguments, input, reason, "the activation's own forward")
     return True
 
 
