@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import onepass
@@ -96,6 +97,28 @@ def test_a_net_and_the_way_back(inplace, dtype, last):
     assert len(again.swapped) == len(report.swapped) and len(again.skipped) == len(report.skipped)
     onepass.unswap(model)
     assert [type(m) for m in model.modules()] == before and torch.equal(model(x), stock(x))
+
+
+def test_autocast():
+    model, stock, x = net(), net(), image()
+    onepass.swap(model, kinds="norm")
+    exact = copy.deepcopy(stock).double()(x.double())
+    with torch.autocast("cpu", dtype=BF16):
+        assert calls(lambda: model(x)) == [(OP, True)] * 3
+        ours, base = model(x), stock(x)
+    assert ours.dtype is base.dtype
+    numerics.assert_close(ours.detach(), exact.detach(), base.detach())
+
+
+def test_checkpointed_and_without_gradients():
+    model, x = net(), image().requires_grad_()
+    onepass.swap(model, kinds="norm")
+    plain = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    found = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+    assert all(map(torch.equal, plain, found))
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
 
 
 def test_copies_pickles_and_slices():
