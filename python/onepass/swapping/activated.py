@@ -137,20 +137,21 @@ class Activated(NamedTuple):
     norms: tuple[str, ...]
 
 
-def _is_stock(module: nn.Module | None, forward: Callable) -> bool:
-    """Whether a module runs this forward of torch's, or what `swap` put in its place, alone."""
-    if module is None or any(vars(module)[hooks] for hooks in _HOOKS):
+def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
+    """Whether a module runs the forward of this class of torch's, or what `swap` put in its place,
+    alone."""
+    if not isinstance(module, of) or any(vars(module)[hooks] for hooks in _HOOKS):
         return False
     cls = getattr(type(module), "_onepass_original", type(module))
     return (
-        cls.forward is forward
+        cls.forward is of.forward
         and cls.__call__ is nn.Module.__call__
         and "forward" not in vars(module)
     )
 
 
-_is_norm = functools.partial(_is_stock, forward=nn.GroupNorm.forward)
-_is_silu = functools.partial(_is_stock, forward=nn.SiLU.forward)
+_is_norm = functools.partial(_is_stock, of=nn.GroupNorm)
+_is_silu = functools.partial(_is_stock, of=nn.SiLU)
 
 
 def form_of(module: nn.Module) -> Activated | Because | None:
