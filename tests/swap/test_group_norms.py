@@ -191,6 +191,11 @@ class OwnForward(nn.Sequential):
         return super().forward(x) + x
 
 
+class OwnOrder(nn.Sequential):
+    def __iter__(self):
+        return reversed(self._modules.values())
+
+
 class OwnNorm(nn.GroupNorm):
     def forward(self, x):
         return super().forward(x) * 2
@@ -210,6 +215,27 @@ def test_subclasses_with_a_forward_of_their_own():
         assert not onepass.swap(model, kinds="norm").swapped
     (entry,) = onepass.swap(OwnNorm(2, 8)).skipped
     assert entry["reason"].kind is Reason.OWN_FORWARD
+
+
+def test_a_sequential_with_an_order_of_its_own():
+    model = OwnOrder(nn.GroupNorm(2, 8), nn.SiLU(), nn.Tanh()).bfloat16()
+    stock, x = copy.deepcopy(model), torch.randn(2, 8, 5).bfloat16()
+    assert [e["name"] for e in onepass.swap(model, kinds="norm").swapped] == ["0"]
+    numerics.assert_close(
+        model(x).detach(), copy.deepcopy(stock).double()(x.double()).detach(), stock(x).detach()
+    )
+
+
+def test_hooks_on_all_modules_see_the_parts():
+    model, x, seen = net(), image(), []
+    onepass.swap(model, kinds="norm")
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        assert calls(lambda: model(x)) == []
+    finally:
+        handle.remove()
+    assert {id(m) for m in seen} == {id(m) for m in model.modules()}
+    assert len(calls(lambda: model(x))) == 3
 
 
 # ---- alone ---------------------------------------------------------------------------------------

@@ -240,7 +240,9 @@ def _judge(module: nn.Module, form: str, dtype: torch.dtype) -> None:
     judge(form, dtype, forwards, lambda *case: _results(module, form, *case))
 
 
-def judge(form: str, dtype: torch.dtype, forwards: Sequence, results: Callable) -> None:
+def judge(
+    form: str, dtype: torch.dtype, forwards: Sequence, results: Callable, draws: int = _DRAWS
+) -> None:
     """Compares results(dtype, seed, forward) of three forwards: stock's, ours, and the form in
     float64.
 
@@ -249,13 +251,13 @@ def judge(form: str, dtype: torch.dtype, forwards: Sequence, results: Callable) 
     """
     where = f"in {str(dtype).removeprefix('torch.')}"
     columns = []
-    for seed in range(_DRAWS):
+    for seed in range(draws):
         stock, ours, ref = (results(dtype, seed, forward) for forward in forwards)
         if [x.dtype for x in ours] != [x.dtype for x in stock] or len(ours) != len(ref):
             raise probe.Refused(f"returns other tensors than {form} does {where}")
         columns.append(list(zip(ours, ref, stock, strict=True)))
-    for number, draws in enumerate(zip(*columns, strict=True)):
-        ours, ref, stock = (list(tensors) for tensors in zip(*draws, strict=True))
+    for number, found in enumerate(zip(*columns, strict=True)):
+        ours, ref, stock = (list(tensors) for tensors in zip(*found, strict=True))
         if dtype is torch.float32:
             error = max(map(probe.distance, stock, ref))
             if not error < _MOST_ERROR:
