@@ -280,7 +280,24 @@ def test_compiled_models_keep_their_loss():
     report = integration.attach(model)
     assert [e["kind"] for e in report.attached] == ["attention"]
     assert report.skipped[0]["reason"].kind is Reason.IN_COMPILED
+    assert not any("nothing in this model" in note for note in report.notes)
     assert integration.detach(model)[0] == "_orig_mod"
+
+
+def test_unswap_has_nothing_to_undo_in_a_model_that_was_sharded_since():
+    model = make()
+    integration.attach(model)
+    sharded = type("Sharded", (type(model),), {})  # as fully_shard makes one
+    model.__class__ = sharded
+    assert onepass.unswap(model) == [] and type(model) is sharded
+
+
+def test_the_report_names_the_loss_that_a_forward_calls():
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2
+    )
+    (entry,) = losses_of(integration.attach(transformers.T5ForConditionalGeneration(config)))
+    assert entry["before"] == "cross_entropy"  # not its loss_function, which it does not call
 
 
 def test_a_class_that_changed_since_is_not_detached():

@@ -158,7 +158,10 @@ def test_activations(name, dtype):
     assert_same(forward, exact, module, (x,))
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), forward(x))
-    assert forward(x[:, ::2]).shape == (4, 5, 37)
+    assert forward(x[:, ::2]).shape == (4, 5, 37) and ops(lambda: forward(x[:, ::2]))
+    for other in (x.transpose(0, 2), x[None].to(memory_format=torch.channels_last)):
+        assert forward(other).stride() == module(other).stride()
+    assert forward(x.to("meta")).is_meta
     for other in (x.double(), torch.tensor(1.0), torch.randn(0, 3)):
         assert torch.equal(forward(other), module(other))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -136,6 +136,21 @@ def test_root_may_be_a_norm_itself():
     assert type(norm) is not nn.LayerNorm
 
 
+class _Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def test_a_norm_of_another_class_runs_on_the_meta_device():
+    norm = _Norm()
+    assert onepass.swap(norm, kinds="norm").swapped
+    assert norm.to("meta")(torch.empty(2, 8, device="meta")).is_meta
+
+
 def test_meta_model_is_swapped_and_materialised_later():
     with torch.device("meta"):
         model = Model()

@@ -29,7 +29,7 @@ from onepass.functional._internal import (
 from onepass.functional.linear import _has_products as has_products
 from onepass.reference import gate as reference
 from onepass.swapping import rotary
-from onepass.swapping.inputs import has_kernels, is_for_loss, is_local, is_plain
+from onepass.swapping.inputs import has_kernels, is_autocast, is_for_loss, is_local, is_plain
 from onepass.swapping.specs import (
     ActivatedSpec,
     AdaptiveSpec,
@@ -151,7 +151,7 @@ class ForeignNormForward(ProvenForward):
         out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
         if out_dtype is None or not is_plain(input) or self._onepass_is_small(input):
             return _elsewhere(self, self._onepass_original.forward, input)
-        if torch.is_autocast_enabled(input.device.type):
+        if is_autocast(input.device.type):
             out_dtype = self._onepass_under_autocast(input, weight)
         return norm(
             input,

@@ -17,7 +17,7 @@ from onepass.swapping.classes import is_swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Change, Report
-from onepass.swapping.restored import ATTACHED, unswapped
+from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
 
 Given = ParamSpec("Given")
@@ -176,10 +176,13 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
         raise TypeError(f"unswap: model must be a torch.nn.Module, got {type(model).__name__}")
     found = walk(model)
     swapped = [item for item in found if isinstance(item.module, classes.Swapped)]
-    check_restorable(swapped)
+    check_restorable([item for item in swapped if not keeps_its_class(item.module)])
     edits, named = by_name.plan_unswap(model, found)
-    of_classes = [Edit(item.module, "__class__", unswapped(item.module)) for item in swapped]
-    of_classes = [edit for edit in of_classes if edit.value is not edit.current()]
+    of_classes = [
+        Edit(item.module, "__class__", unswapped(item.module))
+        for item in swapped
+        if not keeps_its_class(item.module)
+    ]
     both = [m for item in swapped if vars(m := item.module).get(ATTACHED) == "both"]
     edits += of_classes + [Edit(module, ATTACHED, "attach") for module in both]
     changed = {id(edit.owner) for edit in of_classes} | {id(item.module) for item in named}

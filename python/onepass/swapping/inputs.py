@@ -22,6 +22,11 @@ def has_kernels(device: str, kind: str = "norm") -> bool:
     return key is not None and op.has_kernel_for_dispatch_key(key)
 
 
+def is_autocast(device: str) -> bool:
+    """Whether autocast is on for a device type: torch raises where there is none, as for meta."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def is_plain(input: Tensor) -> bool:
     """Whether the operators take this tensor: nested ones run the original, and so do forward-mode
     differentiation and compiled transforms of torch.func.

@@ -20,6 +20,12 @@ def without(cls: type, kind: str) -> type:
     return make_class(cls._onepass_original, Calls, calls) if calls else cls._onepass_original
 
 
+def keeps_its_class(module: nn.Module) -> bool:
+    """Whether `unswap` has nothing to undo in a swapped module: its loss alone, which is
+    attached."""
+    return ATTACHED in vars(module) and set(module._onepass_to) == {"loss"}
+
+
 def unswapped(module: nn.Module) -> type:
     """The class that `unswap` gives a swapped module: its original's, but with an attached loss."""
     cls = type(module)

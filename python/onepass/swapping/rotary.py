@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import onepass.functional
 from onepass._ops import small_calls
-from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.inputs import has_kernels, is_autocast, is_plain
 from onepass.swapping.specs import Form, RotarySpec
 
 _ROTATING_NAME = re.compile(r"^_?(apply|vision_apply)_.*(rotary|rope)", re.IGNORECASE)
@@ -255,7 +255,7 @@ def _fits(spec: RotarySpec, inputs: list[Tensor], cos: Tensor, sin: Tensor, firs
         return False
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return False
-    return spec.autocast or not torch.is_autocast_enabled(device.type)
+    return spec.autocast or not is_autocast(device.type)
 
 
 def rotate(

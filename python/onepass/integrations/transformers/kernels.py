@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from onepass._ops.norm import NormKind, norm
 from onepass.functional._internal import linear_where_it_gains
 from onepass.integrations.transformers import losses
 from onepass.swapping import rotary
-from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.inputs import has_kernels, is_autocast, is_plain
 from onepass.swapping.specs import Form, RotarySpec
 
 DEVICES = ("cpu", "cuda")
@@ -259,13 +260,20 @@ def _activated(module: nn.Module, input: Tensor, activation: str, name: str) -> 
     """The activation alone: gated by a row of ones, which stays in the cache."""
     if (
         not (is_plain(input) and input.dtype in _DTYPES and input.dim())
+        or not _is_row_major(input)  # torch keeps other orders, as of channels last
         or not _runs_on(input.device, "mlp")
-        or torch.is_autocast_enabled(input.device.type)  # some of theirs are float32 there
+        or is_autocast(input.device.type)  # some of theirs are float32 there
         or small_calls.activation_is_small(input, name)
     ):
         return type(module).forward(module, input)
     ones = torch.ones(input.shape[-1], dtype=input.dtype, device=input.device).expand_as(input)
     return _gate.gated_activation(input, ones, _gate.KINDS[activation], False)
+
+
+def _is_row_major(x: Tensor) -> bool:
+    """Whether strides do not grow from left to right; rows may have gaps between them."""
+    strides = [x.stride(i) for i in range(x.dim()) if x.shape[i] != 1]
+    return all(a >= b for a, b in itertools.pairwise(strides))
 
 
 def _runs_on(device: torch.device, kind: str) -> bool:

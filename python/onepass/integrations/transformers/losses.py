@@ -101,6 +101,11 @@ def plan_attach(model: nn.Module, holders: list[nn.Module], lazy: bool):
     return plan, edits
 
 
+def changes_loss_function(cls: type) -> bool:
+    """Whether a swapped class has another `loss_function`; others redirect F.cross_entropy."""
+    return "loss_function" in getattr(cls, "_onepass_spec", ())
+
+
 def attached(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of modules whose loss is ours since `attach`."""
     return [

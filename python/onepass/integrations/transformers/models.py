@@ -235,19 +235,22 @@ def _attach_losses(model: nn.Module, holders, report: Attachment, lazy_logits: b
     from onepass.swapping import notes as swap_notes
 
     plan, edits = losses.plan_attach(model, [holder for _, holder in holders], lazy_logits)
+    new = {id(change.module): change.cls for change in plan.classes}
     for entry in plan.report.swapped:
         module = model.get_submodule(entry["name"])
         report.attached.append(
             {
                 "name": entry["name"],
                 "type": entry["from"],
-                "before": _loss_name(module),
+                "before": _loss_name(module, new.get(id(module), type(module))),
                 "to": entry["to"].rpartition(".")[2],
                 "kind": "loss",
             }
         )
     report.skipped += [e for e in plan.report.skipped if e["reason"].kind is not Reason.FILTERED]
-    report.notes += swap_notes.notes(model, plan)
+    about_swap = "nothing in this model can be swapped"  # its attention can be attached
+    notes = swap_notes.notes(model, plan)
+    report.notes += [note for note in notes if not note.startswith(about_swap)]
     report._changes += [
         Change(change.module, without(change.swapped, "loss"), change.swapped, new=False)
         for change in plan.report._changes
@@ -258,9 +261,10 @@ def _attach_losses(model: nn.Module, holders, report: Attachment, lazy_logits: b
     return edits
 
 
-def _loss_name(module: nn.Module) -> str:
-    """The function that computed a module's loss."""
-    function = getattr(module, "loss_function", None)
+def _loss_name(module: nn.Module, cls: type) -> str:
+    """The function that computed the loss of a module that gets this class."""
+    changed = losses.changes_loss_function(cls)
+    function = module.loss_function if changed else None
     while isinstance(function, functools.partial):
         function = function.args[0]
     return getattr(function, "__name__", "cross_entropy")
