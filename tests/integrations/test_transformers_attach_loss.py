@@ -179,7 +179,7 @@ assert not hasattr(model, "_onepass_original")
 # ---- attach, detach, swap, unswap ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kinds", ["attention", "loss", ("attention", "loss")])
+@pytest.mark.parametrize("kinds", ["attention", "loss", ("attention", "loss"), {"attention"}])
 def test_kinds_and_back(kinds):
     model = make()
     before = [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
@@ -200,6 +200,7 @@ def test_kinds_and_back(kinds):
         (dict(kinds="norm"), ValueError, "kinds must be of"),
         (dict(kinds=()), ValueError, "kinds must be of"),
         (dict(kinds=3), TypeError, "kinds must hold names, got int"),
+        (dict(kinds=([],)), ValueError, "kinds must be of"),
         (dict(kinds="attention", lazy_logits=True), ValueError, "must hold 'loss'"),
         (dict(lazy_logits=1), TypeError, "lazy_logits must be True or False, got int"),
     ],

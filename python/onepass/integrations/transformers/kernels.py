@@ -330,7 +330,7 @@ LAYERS = (
 )
 
 
-def register_kernels(devices: Sequence[str] = DEVICES) -> dict[str, list[str]]:
+def register_kernels(devices: str | Sequence[str] = DEVICES) -> dict[str, list[str]]:
     """Makes `model.set_use_kernels(True)`, and `use_kernels=True` of `from_pretrained`, use
     onepass's layers.
 
@@ -358,6 +358,7 @@ def register_kernels(devices: Sequence[str] = DEVICES) -> dict[str, list[str]]:
             USE_HUB_KERNELS.
         ValueError: devices holds another name.
     """
+    devices = (devices,) if isinstance(devices, str) else devices
     for device in devices:
         if device not in DEVICES:
             raise ValueError(f"register_kernels: devices must be of {DEVICES}, got {device!r}")

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import html
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -190,10 +190,10 @@ def _kinds(kinds: str | Sequence[str], lazy_logits: bool) -> tuple[str, ...]:
         raise TypeError(
             f"attach: lazy_logits must be True or False, got {type(lazy_logits).__name__}"
         )
-    if not isinstance(kinds, Sequence):
+    if not isinstance(kinds, Iterable):
         raise TypeError(f"attach: kinds must hold names, got {type(kinds).__name__}")
     asked = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    if not asked or not set(asked) <= set(KINDS):
+    if not asked or not all(kind in KINDS for kind in asked):
         raise ValueError(f"attach: kinds must be of {KINDS}, got {kinds!r}")
     if lazy_logits and "loss" not in asked:
         raise ValueError(f"attach: kinds must hold 'loss' for lazy_logits, got {kinds!r}")
