@@ -3,6 +3,7 @@
 // one; the process ends with 0 if the results are right and no sanitizer reported anything.
 #include "faults.h"
 
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/backward_query.cuh"
 #include "image.h"
 
 using namespace onepass;
@@ -166,6 +168,36 @@ template <bool kFault>
 void flushed_power(const float* input, float* output) {
   const float x = load_global(input + thread()), power = kFault ? -130.0f : -120.0f;
   store_global(output + thread(), exp2_approximate(power) > 0.0f ? x : -1.0f);
+}
+
+// A number whose reciprocal is below the least normal number: that is 0 too.
+template <bool kFault>
+void flushed_reciprocal(const float* input, float* output) {
+  const float x = load_global(input + thread()), number = kFault ? 0x1p127f : 0x1p126f;
+  store_global(output + thread(), reciprocal_approximate(number) > 0.0f ? x : -1.0f);
+}
+
+// Sixteen products of 2 ** -26 are two units in the last place of 1. Tensor cores drop each of them
+// beside a 1; alone they are added exactly, and the sum to 1 after that.
+template <bool kFault, class T>
+void add_products_to_one(const float* input, float* output) {
+  const uint32_t small = narrow_pair<T>(0x1p-13f, 0x1p-13f);
+  const uint32_t a[4] = {small, small, small, small}, b[2] = {small, small};
+  const float before = kFault ? 1.0f : 0.0f;
+  float d[4] = {before, before, before, before};
+  mma_m16n8k16<T>(d, a, b);
+  const bool is_right = d[0] + (1.0f - before) == 1.0f + 0x1p-22f;
+  store_global(output + thread(), is_right ? load_global(input + thread()) : -1.0f);
+}
+
+template <bool kFault>
+void sums_of_bfloat16_rounded(const float* input, float* output) {
+  add_products_to_one<kFault, BFloat16>(input, output);
+}
+
+template <bool kFault>
+void sums_of_float16_rounded(const float* input, float* output) {
+  add_products_to_one<kFault, Float16>(input, output);
 }
 
 // ---- shared memory that is not written yet ------------------------------------------------------
@@ -391,6 +423,25 @@ void tickets(uint32_t* ticket, float* output) {
   if (!kFault) store_release(ticket, block + 1);
 }
 
+// ---- layouts ------------------------------------------------------------------------------------
+
+// A lane adds four values to sums of dQ and reads four neighbours, which are the same only where
+// one instruction adds four.
+template <bool kFault>
+void neighbours_in_any_layout(float* sums, float* output) {
+  const int first = 4 * thread();
+  const auto value = [&](int i) { return static_cast<float>(first + i); };
+  add_to_half(sums + first_in_half(), {value(0), value(1), value(2), value(3)});
+  __syncwarp();
+  float found[4];
+  if (kFault) {
+    for (int i = 0; i < 4; ++i) found[i] = load_global(sums + first + i);
+  } else {
+    load_half(sums + first_in_half(), found);
+  }
+  for (int i = 0; i < 4 && first < kThreads; ++i) store_global(output + first + i, found[i]);
+}
+
 // ---- traffic ------------------------------------------------------------------------------------
 
 template <bool kFault>
@@ -467,6 +518,14 @@ bool run_tickets(int) {
 }
 
 template <auto kKernel>
+bool run_sums_of_dquery(int) {
+  Buffers buffers;
+  const auto sums = std::make_unique<float[]>(kHalfUnit);  // 16-byte aligned
+  launch<kKernel>({.blocks = 1, .threads = kLanes}, nullptr, sums.get(), buffers.output.get());
+  return buffers.holds([](int i) { return static_cast<float>(i); });
+}
+
+template <auto kKernel>
 bool run_counted(int) {
   const emulator::Counters before = emulator::counters();
   const bool right = run<kKernel>(0);
@@ -495,6 +554,9 @@ const std::map<std::string, Pair> kPairs = {
     {"exact_powers", {PAIR(run, exact_powers)}},
     {"exact_reciprocals", {PAIR(run, exact_reciprocals)}},
     {"flushed_power", {PAIR(run, flushed_power)}},
+    {"flushed_reciprocal", {PAIR(run, flushed_reciprocal)}},
+    {"sums_of_bfloat16_rounded", {PAIR(run, sums_of_bfloat16_rounded)}},
+    {"sums_of_float16_rounded", {PAIR(run, sums_of_float16_rounded)}},
     {"uninitialised", {PAIR(run, uninitialised)}},
     {"read_before_the_wait", {PAIR(run, read_before_the_wait)}},
     {"wait_for_the_wrong_group", {PAIR(run, wait_for_the_wrong_group)}},
@@ -510,6 +572,7 @@ const std::map<std::string, Pair> kPairs = {
     {"end_in_flight", {PAIR(run, end_in_flight)}},
     {"add_across_blocks", {PAIR(run_sum, add_across_blocks)}},
     {"tickets", {PAIR(run_tickets, tickets)}},
+    {"neighbours_in_any_layout", {PAIR(run_sums_of_dquery, neighbours_in_any_layout)}},
     {"extra_pass", {PAIR(run_counted, extra_pass)}},
     {"beside_a_tensor", {PAIR(run_guarded, beside_a_tensor)}},
     {"read_beside_a_tensor", {PAIR(run_guarded, read_beside_a_tensor)}},

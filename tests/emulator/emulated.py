@@ -113,16 +113,21 @@ def lines_of(executable: Path, addresses: Sequence[str]) -> str:
 
 
 def run(
-    executable: Path, *arguments, seed: int = 0, resident: int = 1, shared: int = 227 * 1024
+    executable: Path,
+    *arguments,
+    seed: int = 0,
+    resident: int = 1,
+    shared: int = 227 * 1024,
+    **settings: int,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program with a seed for the order of blocks and threads.
 
     At least `resident` blocks run at the same time, with at most `shared` bytes of memory each.
+    `settings`: others of tests/cuda_emulator/settings.cpp.
     """
+    settings |= {"seed": seed, "resident": resident, "shared": shared}
     environment = os.environ | {
-        "EMULATOR_SEED": str(seed),
-        "EMULATOR_RESIDENT": str(resident),
-        "EMULATOR_SHARED": str(shared),
+        **{f"EMULATOR_{name.upper()}": str(value) for name, value in settings.items()},
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "TSAN_OPTIONS": "exitcode=66:halt_on_error=1:atexit_sleep_ms=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",

@@ -26,6 +26,10 @@ CAUGHT_BY = {
     "exact_powers": ("plain", "wrong value"),
     "exact_reciprocals": ("plain", "wrong value"),
     "flushed_power": ("plain", "wrong value: output[0] is -1"),
+    "flushed_reciprocal": ("plain", "wrong value: output[0] is -1"),
+    "sums_of_bfloat16_rounded": ("plain", "wrong value: output[0] is -1"),
+    "sums_of_float16_rounded": ("plain", "wrong value: output[0] is -1"),
+    "neighbours_in_any_layout": ("plain", "wrong value: output[1] is"),
     "uninitialised": ("plain", "wrong value: output[17] is"),
     "read_before_the_wait": ("plain", "wrong value"),
     "wait_for_the_wrong_group": ("plain", "wrong value: output[4] is"),
@@ -43,6 +47,16 @@ CAUGHT_BY = {
     "beside_a_tensor": ("plain", "wrote beside a tensor of 256 bytes"),
     "read_beside_a_tensor": ("plain", "a load of 4 bytes beside a tensor"),
 }
+# Settings that must find a fault each, and those under which it is none.
+TRUNCATES = ([{"truncates": 16}, {"truncates": 8}], [{"truncates": 0}])  # H100, A100
+DEPENDS_ON = {
+    "sums_of_bfloat16_rounded": TRUNCATES,
+    "sums_of_float16_rounded": TRUNCATES,
+    "neighbours_in_any_layout": (
+        [{"capability": 80}, {"capability": 86}],
+        [{"capability": 90}, {"capability": 120}],
+    ),
+}
 # The four numbers that must be reported for a kernel or for a line in it: measured and minimal.
 COUNTED = {
     "without_a_swizzle": "\t16\t4\t",
@@ -56,10 +70,23 @@ SEEDS = 3
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_planted_fault_is_caught(name):
     build, words = CAUGHT_BY[name]
+    caught, _ = DEPENDS_ON.get(name, ([{}], []))
     for seed in range(SEEDS):  # whatever the order of threads and blocks
-        result = emulated.run(emulated.program("faults", build), name, seed=seed)
-        assert result.returncode != 0, f"seed {seed}: not caught"
-        assert words in result.stdout + result.stderr, result.stderr[-2000:]
+        for settings in caught:
+            result = emulated.run(emulated.program("faults", build), name, seed=seed, **settings)
+            assert result.returncode != 0, f"seed {seed}, {settings}: not caught"
+            assert words in result.stdout + result.stderr, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", DEPENDS_ON)
+def test_what_finds_a_fault_is_the_setting(name):
+    executable = emulated.program("faults", "plain")
+    caught, others = DEPENDS_ON[name]
+    for settings in others:
+        assert emulated.run(executable, name, **settings).returncode == 0, settings
+    for settings in caught + others:
+        result = emulated.run(executable, name, "right", **settings)
+        assert result.returncode == 0 and not result.stderr, f"{settings}: {result.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("build", emulated.BUILDS)
