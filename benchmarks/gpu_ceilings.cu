@@ -2,23 +2,21 @@
 // something: products by mma.sync, reads of fragments by ldmatrix, additions by red, a copy.
 //
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -Icsrc -arch=native benchmarks/gpu_ceilings.cu
-//   ./a.out FILE.json
+//   ./a.out
 //
-// Prints each figure as soon as it is known: the fastest of kRounds launches. Exit code 2: there is
-// no device. Neither torch nor a library of ours is needed.
+// Prints each figure as soon as it is known: of the fastest launch. Exit code 2: there is no
+// device. Neither torch nor a library of ours is needed.
 #include <cstdio>
 #include <exception>
-#include <string>
 
-#include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
+#include "gpu_fastest.cuh"
 
 namespace onepass::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kAtOnce = 8;  // independent operations of a warp
-constexpr int kRounds = 5;
 
 // Products of 16 x 8 x 16; the factors stay in registers.
 template <class T>
@@ -72,40 +70,12 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const Words* from, Words
   for (int i = 0; i < kAtOnce; ++i) store_global(to + first + i * kThreads, words[i]);
 }
 
-// Seconds of the fastest of kRounds launches.
-template <class Launch>
-double fastest(Launch&& launch_once) {
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "an event");
-  check(cudaEventCreate(&end), "an event");
-  double best = 0.0;
-  for (int round = 0; round <= kRounds; ++round) {
-    check(cudaEventRecord(begin), "an event");
-    launch_once();
-    check(cudaEventRecord(end), "an event");
-    check(cudaEventSynchronize(end), "waiting for a kernel");
-    float milliseconds = 0.0f;
-    check(cudaEventElapsedTime(&milliseconds, begin, end), "an event");
-    const double seconds = milliseconds / 1e3;
-    if (round == 1 || (round > 1 && seconds < best)) best = seconds;  // the first one loads it
-  }
-  return best;
+void print(const char* name, double value, const char* unit) {
+  std::printf("figure ceiling, %s: %.1f %s\n", name, value, unit);
+  std::fflush(stdout);
 }
 
-struct Figures {
-  std::string json;
-
-  void add(const char* name, double value, const char* unit) {
-    std::printf("figure ceiling, %s: %.1f %s\n", name, value, unit);
-    std::fflush(stdout);
-    char line[256];
-    std::snprintf(line, sizeof line, "%s \"%s\": {\"value\": %.2f, \"unit\": \"%s\"}",
-                  json.empty() ? "" : ",\n", name, value, unit);
-    json += line;
-  }
-};
-
-void measure(Figures& figures) {
+void measure() {
   const auto processors = static_cast<int>(multiprocessors());
   constexpr int64_t kCopied = int64_t{1} << 30;
   char *memory = nullptr, *other = nullptr;
@@ -121,7 +91,7 @@ void measure(Figures& figures) {
   const auto products = [&]<class T>(const char* name) {
     const double seconds =
         fastest([&] { launch<mma_kernel<T>>(blocks, nullptr, results, int{kTurns}); });
-    figures.add(name, warps * kTurns * kAtOnce * kProduct / seconds / 1e12, "TFLOP/s");
+    print(name, warps * kTurns * kAtOnce * kProduct / seconds / 1e12, "TFLOP/s");
   };
   products.operator()<BFloat16>("mma.sync bfloat16");
   products.operator()<Float16>("mma.sync float16");
@@ -131,43 +101,35 @@ void measure(Figures& figures) {
                                  .shared_bytes = kAtOnce * kThreads * sizeof(Words)};
   const double reading =
       fastest([&] { launch<ldmatrix_kernel>(with_rows, nullptr, results, int{kTurns}); });
-  figures.add("ldmatrix.x4", warps / 2 * kTurns * kAtOnce * kFragment / reading / 1e9, "GB/s");
+  print("ldmatrix.x4", warps / 2 * kTurns * kAtOnce * kFragment / reading / 1e9, "GB/s");
 
   constexpr int kAdditions = 64;
   const double adding =
       fastest([&] { launch<red_kernel>(blocks, nullptr, results, int{kAdditions}); });
-  figures.add("red.v4", 4.0 * processors * kThreads * kAdditions * 16 / adding / 1e9, "GB/s");
+  print("red.v4", 4.0 * processors * kThreads * kAdditions * 16 / adding / 1e9, "GB/s");
 
   constexpr int64_t kOfBlock = int64_t{kThreads} * kAtOnce * static_cast<int64_t>(sizeof(Words));
   const double copying = fastest([&] {
     launch<copy_kernel>({.blocks = kCopied / kOfBlock, .threads = kThreads}, nullptr,
                         reinterpret_cast<const Words*>(memory), reinterpret_cast<Words*>(other));
   });
-  figures.add("copy", 2.0 * kCopied / copying / 1e9, "GB/s");
+  print("copy", 2.0 * kCopied / copying / 1e9, "GB/s");
 }
 
 }  // namespace
 }  // namespace onepass::cuda
 
-int main(int argc, char** argv) {
+int main() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     std::fprintf(stderr, "gpu_ceilings: there is no device\n");
     return 2;
   }
-  onepass::cuda::Figures figures;
-  int code = 0;
   try {
-    onepass::cuda::measure(figures);
+    onepass::cuda::measure();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "gpu_ceilings: %s\n", error.what());
-    code = 1;
+    return 1;
   }
-  if (argc > 1) {
-    std::FILE* const file = std::fopen(argv[1], "w");
-    if (file == nullptr) return 1;
-    std::fprintf(file, "{\n%s\n}\n", figures.json.c_str());
-    std::fclose(file);
-  }
-  return code;
+  return 0;
 }

@@ -8,7 +8,8 @@ profile:  shares of the tensor cores, of shared memory, of issue slots and of DR
           and occupancy, by Nsight Compute (`--ncu PROGRAM`), which runs `calls` of this file and
           looks at one launch of each kernel. It leaves the clocks as they are.
 
-Each prints a line per kernel as soon as it is known, and writes all of them to --json.
+Each prints a line per kernel as soon as it is known, and writes all of them to --json. Ceilings and
+split have the clock and the power of the device in every line, a profile has the clock.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import gpu_load
+from gpu_machine import ROOT
+
 REPEATS = 10
 WARM_UP = 3
-# What a share means, and Nsight Compute's name for it; all but the last two in percent of the peak.
+# What a value means, and Nsight Compute's name for it; the first six in percent of the peak.
 METRICS = {
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "lsu": "sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_active",
@@ -37,6 +44,7 @@ METRICS = {
     "microseconds": "gpu__time_duration.sum",
     "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "sm_mhz": "smsp__cycles_elapsed.avg.per_second",
 }
 NO_COUNTERS = "ERR_NVGPUCTRPERM"  # the driver lets only administrators read the counters
 Call = Callable[[], object]
@@ -45,16 +53,30 @@ Call = Callable[[], object]
 # ---- ceilings ------------------------------------------------------------------------------------
 
 
-def ceilings(nvcc: str, arch: str, file: Path | None) -> int:
-    """The exit code of the compiler or of the program, which prints its figures itself."""
+def ceilings(nvcc: str, arch: str, say: Callable[[str], object], sensors: Any) -> tuple[int, dict]:
+    """The exit code of the compiler or of the program, and its figures by name."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "gpu_ceilings"
         words = [nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-arch=sm_{arch}"]
         words += [f"-I{ROOT / 'csrc'}", str(ROOT / "benchmarks" / "gpu_ceilings.cu")]
         code = subprocess.run([*words, "-o", str(program)]).returncode
-        if code:
-            return code
-        return subprocess.run([str(program), *filter(None, [file])]).returncode
+        return (code, {}) if code else figures_of([program], say, sensors)
+
+
+def figures_of(
+    words: Sequence, say: Callable[[str], object], sensors: Any
+) -> tuple[int, dict[str, dict]]:
+    """(its exit code, {name: value, unit, clock and power}) of a program that prints ceilings."""
+    found: dict[str, dict] = {}
+
+    def keep(line: str, load: Any) -> None:
+        name, value, unit = re.fullmatch(r"figure ceiling, (.+): ([\d.]+) (\S+)", line).groups()
+        found[name] = {"value": float(value), "unit": unit, **asdict(load)}
+        say(gpu_load.with_load(line, load))
+
+    code, errors = gpu_load.run(words, sensors, keep)
+    print(errors, end="", file=sys.stderr)
+    return code, found
 
 
 # ---- the calls -----------------------------------------------------------------------------------
@@ -131,22 +153,30 @@ def kernel_name(name: str) -> str:
 # ---- split ---------------------------------------------------------------------------------------
 
 
-def split(device: str, scale: int, say: Callable[[str], object]) -> list[dict]:
-    """Microseconds of each kernel of each call, means of REPEATS."""
+def split(device: str, scale: int, say: Callable[[str], object], sensors: Any) -> list[dict]:
+    """Microseconds of each kernel of each call: means of REPEATS, after BUSY seconds of calls."""
     import torch
 
     activity = torch.profiler.ProfilerActivity
     chosen = activity.CUDA if device == "cuda" else activity.CPU
     rows = []
     for name, call in prepared(device, scale).items():
+        end = time.perf_counter() + gpu_load.BUSY
+        while time.perf_counter() < end:
+            for _ in range(REPEATS):
+                call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        load = gpu_load.load_now(sensors)
         with torch.profiler.profile(activities=[chosen]) as profile:
             for _ in range(REPEATS):
                 call()
             if device == "cuda":
                 torch.cuda.synchronize()
-        rows.append({"call": name, "kernels": times_of(profile.events(), device)})
-        parts = [f"{kernel} {us:.1f} us" for kernel, us in rows[-1]["kernels"].items()]
-        say(f"figure split, {name}: {', '.join(parts)}")
+        times = times_of(profile.events(), device)
+        rows.append({"call": name, "kernels": times, **asdict(load)})
+        parts = ", ".join(f"{kernel} {us:.1f} us" for kernel, us in times.items())
+        say(gpu_load.with_load(f"figure split, {name}: {parts}", load))
     return rows
 
 
@@ -209,6 +239,8 @@ def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
         row |= {name: _number(found.get(metric, "")) for name, metric in METRICS.items()}
         if row["microseconds"] is not None:
             row["microseconds"] /= 1e3  # in nanoseconds by --print-units base
+        if row["sm_mhz"] is not None:
+            row["sm_mhz"] /= 1e6
         rows.append(row)
         say(f"figure profile, {row['kernel']}: {_shares(row)}")
     return rows
@@ -221,6 +253,8 @@ def _shares(row: dict) -> str:
         parts.append(f"conflicts {100 * (row['conflicts'] or 0) / row['wavefronts']:.1f} %")
     if row["microseconds"] is not None:
         parts.append(f"{row['microseconds']:.1f} us")
+    if row["sm_mhz"] is not None:
+        parts.append(f"{row['sm_mhz']:.0f} MHz")
     return ", ".join(parts)
 
 
@@ -249,13 +283,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    if args.what == "ceilings":
-        return ceilings(args.nvcc, args.arch, args.json)
+    code, rows = 0, None
     if args.what == "calls":
         once(args.device, args.scale)
         return 0
-    if args.what == "split":
-        rows = split(args.device, args.scale, say)
+    if args.what in ("ceilings", "split"):
+        with closing(gpu_load.sensors()) as sensors:
+            if args.what == "ceilings":
+                code, rows = ceilings(args.nvcc, args.arch, say, sensors)
+            else:
+                rows = split(args.device, args.scale, say, sensors)
     else:
         words = profile_command(args.ncu, args.device, args.scale)
         process = subprocess.Popen(
@@ -275,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 3
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if rows else 1
+    return code or (0 if rows else 1)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 
 #include "cuda/attention/backward_bias.h"
 #include "cuda/attention/forward.cu"
+#include "gpu_fastest.cuh"
 
 namespace onepass::cuda {
 
@@ -27,7 +28,6 @@ constexpr bool kBackward = false;
 
 namespace {
 
-constexpr int kRounds = 7;
 constexpr int64_t kBatch = 4, kSeq = 4096, kDim = ONEPASS_SWEPT, kHeads = 2048 / kDim;
 constexpr int64_t kRows = kBatch * kHeads * kSeq, kElements = kRows * kDim;
 constexpr int64_t kKept = 64 * kDim;  // elements of a result that are written
@@ -54,27 +54,14 @@ Strided tensor(uint32_t seed) {
   return {values, kHeads * kSeq * kDim, kSeq * kDim, kDim};
 }
 
-// Seconds of the fastest of kRounds calls.
+// Seconds of the fastest call.
 template <class Args>
-double fastest(const Operator<Args>& of, const Args& args) {
+double fastest_of(const Operator<Args>& of, const Args& args) {
   const Plan plan = of.plan(args, Machine{});
   void* const workspace = allocate(plan.workspace_bytes + 64);
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "an event");
-  check(cudaEventCreate(&end), "an event");
-  double best = 0.0;
-  for (int round = 0; round <= kRounds; ++round) {
-    check(cudaEventRecord(begin), "an event");
-    of.run(args, plan, workspace, Context{});
-    check(cudaEventRecord(end), "an event");
-    check(cudaEventSynchronize(end), "waiting for a kernel");
-    float milliseconds = 0.0f;
-    check(cudaEventElapsedTime(&milliseconds, begin, end), "an event");
-    const double seconds = milliseconds / 1e3;
-    if (round == 1 || (round > 1 && seconds < best)) best = seconds;  // the first one loads it
-  }
+  const double seconds = fastest([&] { of.run(args, plan, workspace, Context{}); });
   check(cudaFree(workspace), "memory");
-  return best;
+  return seconds;
 }
 
 void sweep(const char* name, const char* path) {
@@ -100,10 +87,10 @@ void sweep(const char* name, const char* path) {
   for (const bool causal : {false, true}) {
     args.window_right = causal ? 0 : kNoLimit;
     static_cast<Attention&>(forward) = args;
-    double seconds = fastest(tiled_attention_forward(), forward);
+    double seconds = fastest_of(tiled_attention_forward(), forward);
     std::vector<Strided> results = {forward.output};
     if (kBackward) {
-      seconds = fastest(tiled_attention_backward(), args);
+      seconds = fastest_of(tiled_attention_backward(), args);
       results = {args.dquery, args.dkey, args.dvalue};
     }
     const double products = kBackward ? 5.0 : 2.0, seen = causal ? 0.5 : 1.0;

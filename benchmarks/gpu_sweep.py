@@ -2,9 +2,9 @@
 
 For each case and candidate it compiles gpu_sweep.cu with an edited copy of the table, for one head
 dimension, several at a time and without torch; then runs the programs one by one, prints each
-figure as soon as it is known, and at the end the best of each case and the line of the table that
-would have to be changed. A candidate whose results differ from the first one's, which is the
-table's own, by more than rounding is named and left out.
+figure as soon as it is known, with the device's clock and power, and at the end the best of each
+case and the line of the table that would have to be changed. A candidate whose results differ from
+the first one's, which is the table's own, by more than rounding is named and left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import gpu_load
+from gpu_machine import ROOT
+
 SOURCES = ROOT / "csrc" / "cuda" / "attention"
 TABLE = SOURCES / "table.h"
 ROUNDING = 2**-6  # of the largest result: bfloat16 keeps 8 bits
@@ -140,9 +144,10 @@ def microseconds(output: str) -> dict[str, float]:
     return {name: float(us) for name, us in found}
 
 
-def run_case(case: Case, programs: Sequence[tuple[Path, str]], say: Callable) -> dict:
+def run_case(case: Case, programs: Sequence[tuple[Path, str]], say: Callable, sensors: Any) -> dict:
     """The figures of a case's candidates, which run one after the other."""
     figures: dict[str, dict[str, float]] = {}
+    loads: dict[str, dict[str, dict]] = {}
     wrong: dict[str, str] = {}
     first: list[float] | None = None
     for candidate, (program, error) in zip(case.candidates, programs, strict=True):
@@ -150,22 +155,28 @@ def run_case(case: Case, programs: Sequence[tuple[Path, str]], say: Callable) ->
             wrong[candidate] = error
             continue
         file = program.with_suffix(".values")
-        result = subprocess.run([program, candidate, file], capture_output=True, text=True)
-        if result.returncode == NO_DEVICE:
-            raise SystemExit(result.stderr.strip())
-        if result.returncode:
-            wrong[candidate] = result.stderr.strip() or f"exit code {result.returncode}"
+        printed: list[tuple[str, Any]] = []
+        code, errors = gpu_load.run(
+            [program, candidate, file], sensors, lambda *both, to=printed: to.append(both)
+        )
+        if code == NO_DEVICE:
+            raise SystemExit(errors.strip())
+        if code:
+            wrong[candidate] = errors.strip() or f"exit code {code}"
             continue
         found = values(file.read_bytes())
         first = first or found
         if not same(first, found):
             wrong[candidate] = "other results than the first"
             continue
-        figures[candidate] = microseconds(result.stdout)
-        say(result.stdout.rstrip())
+        figures[candidate] = microseconds("\n".join(line for line, _ in printed))
+        of_figures = [asdict(load) for _, load in printed]
+        loads[candidate] = dict(zip(figures[candidate], of_figures, strict=True))
+        for line, load in printed:
+            say(gpu_load.with_load(line, load))
     for candidate, reason in wrong.items():
         say(f"figure sweep, {case.name}, {candidate}: left out: {reason}")
-    return {"case": case.name, "microseconds": figures, "left_out": wrong}
+    return {"case": case.name, "microseconds": figures, "load": loads, "left_out": wrong}
 
 
 def best(row: dict) -> str:
@@ -197,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with (
         tempfile.TemporaryDirectory() as work,
         ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+        closing(gpu_load.sensors()) as sensors,
     ):
         compiling = {
             case: [
@@ -207,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for case, futures in compiling.items():
             try:
-                rows.append(run_case(case, [future.result() for future in futures], say))
+                programs = [future.result() for future in futures]
+                rows.append(run_case(case, programs, say, sensors))
             except SystemExit as end:
                 pool.shutdown(cancel_futures=True)
                 print(end, file=sys.stderr)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from onepass.bench.sensors import Load
 from tests.install import nvcc
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as where it is run as a script
 import gpu_kernels  # noqa: E402
+import gpu_load  # noqa: E402
 
 MANGLED = (
     "void onepass::cuda::(anonymous namespace)::attention_backward_kernel<onepass::BFloat16, "
@@ -48,8 +51,9 @@ def test_split_of_a_call():
     assert list(found) == ["Memset", NAME, "attention_dquery_kernel"]
 
 
-def test_split_runs_every_call(tmp_path, capsys):
+def test_split_runs_every_call(tmp_path, capsys, monkeypatch):
     """On the CPU, by its operators."""
+    monkeypatch.setattr(gpu_load, "BUSY", 0.0)
     file = tmp_path / "split.json"
     assert gpu_kernels.main(["split", *SMALL, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
@@ -59,6 +63,31 @@ def test_split_runs_every_call(tmp_path, capsys):
     families = ("attention_forward", "attention_backward", "norm_forward", "norm_backward")
     wanted = {f"onepass::{name}" for name in (*families, "attention_decode", "optimizer_step")}
     assert operators == wanted
+    assert all((row["sm_mhz"], row["watts"]) == (None, None) for row in rows)  # no device here
+
+
+def test_split_has_clock_and_power(monkeypatch, capsys):
+    """Of BUSY seconds of a call, before the profiler runs it a few times more."""
+    calls: list[float] = []
+    times = {"kernel": 3.25}
+    monkeypatch.setattr(gpu_load, "BUSY", 0.05)
+    monkeypatch.setattr(
+        gpu_kernels, "prepared", lambda *_: {"a call": lambda: calls.append(time.perf_counter())}
+    )
+    monkeypatch.setattr(gpu_kernels, "times_of", lambda *_: times)
+    asked: list[tuple[float, float]] = []
+
+    def between(start: float, end: float):
+        asked.append((start, end))
+        return Load(1755.0, 650.1)
+
+    (row,) = gpu_kernels.split("cpu", 1, print, SimpleNamespace(between=between))
+    assert row == {"call": "a call", "kernels": times, "sm_mhz": 1755.0, "watts": 650.1}
+    assert capsys.readouterr().out == "figure split, a call: kernel 3.2 us, 1755 MHz, 650 W\n"
+    ((start, end),) = asked
+    before = [of for of in calls if of <= end]
+    assert end - start == pytest.approx(0.05) and len(calls) - len(before) == gpu_kernels.REPEATS
+    assert before[-1] - before[0] >= 0.04 and before[0] <= start + 0.01
 
 
 # ---- profile -------------------------------------------------------------------------------------
@@ -88,8 +117,8 @@ def row_of(number: int, name: str, *values: str) -> str:
 
 
 HEADER = row_of("ID", "Kernel Name", *gpu_kernels.METRICS.values()).replace('"1",', '"Process ID",')
-UNITS = row_of("", "", *["%"] * 6, "ns", "", "")
-VALUES = ("61.5", "30", "80.25", "70", "12", "12.4", "1,234,000", "2,000", "10")
+UNITS = row_of("", "", *["%"] * 6, "ns", "", "", "hz")
+VALUES = ("61.5", "30", "80.25", "70", "12", "12.4", "1,234,000", "2,000", "10", "1,755,000,000")
 
 
 def test_profile_of_a_kernel(tmp_path, capsys):
@@ -98,12 +127,12 @@ def test_profile_of_a_kernel(tmp_path, capsys):
     words = ["profile", "--ncu", str(program), *SMALL, "--json", str(file)]
     assert gpu_kernels.main(words) == 0
     (row,) = json.loads(file.read_text())
-    values = (61.5, 30, 80.25, 70, 12, 12.4, 1234, 2000, 10)
+    values = (61.5, 30, 80.25, 70, 12, 12.4, 1234, 2000, 10, 1755)
     wanted = dict(zip(gpu_kernels.METRICS, values, strict=True))
     assert row == {"call": "adamw", "kernel": NAME, **wanted}  # the last call that was named
     assert capsys.readouterr().out == (
         f"figure profile, {NAME}: tensor 62 %, lsu 30 %, shared 80 %, issue 70 %, dram 12 %, "
-        "occupancy 12 %, conflicts 0.5 %, 1234.0 us\n"
+        "occupancy 12 %, conflicts 0.5 %, 1234.0 us, 1755 MHz\n"
     )
     options = json.loads((tmp_path / "options").read_text())
     assert options[:2] == ["--clock-control", "none"]
@@ -153,9 +182,40 @@ def test_loops_of_ceilings_do_what_is_counted(cubin):
     assert found == {(8, 0, 0), (0, 8, 0), (0, 0, 1)}
 
 
-def test_ceilings_without_a_device_say_so(capfd):
+def test_ceilings_without_a_device_say_so(capfd, tmp_path):
     program = shutil.which("nvcc")
     if program is None:
         pytest.skip("there is no nvcc")
-    assert gpu_kernels.ceilings(program, "90", None) == 2
+    words = ["--nvcc", program, "--arch", "90", "--json", str(tmp_path / "json")]
+    assert gpu_kernels.main(["ceilings", *words]) == 2
     assert capfd.readouterr().err.endswith("gpu_ceilings: there is no device\n")
+
+
+def test_ceilings_have_clock_and_power(tmp_path, smi, monkeypatch, capsys):
+    """By an nvcc that gives a program which takes its time for each figure, then fails."""
+    program, nvcc_program = tmp_path / "program", tmp_path / "nvcc"
+    program.write_text(
+        "#!/bin/sh\nfor of in bfloat16 float16; do\n"
+        '  sleep 0.6; echo "figure ceiling, mma.sync $of: 613.4 TFLOP/s"\n'
+        "done\necho torn >&2\nexit 1\n"
+    )
+    nvcc_program.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {program} "$last"\n')
+    for file in (program, nvcc_program):
+        file.chmod(0o755)
+    smi("1755, 650.1", again=0.05)
+    with_device = gpu_load.sensors
+    monkeypatch.setattr(gpu_load, "sensors", lambda: with_device("GPU-1"))
+    file = tmp_path / "ceilings.json"
+    words = ["ceilings", "--nvcc", str(nvcc_program), "--json", str(file)]
+    assert gpu_kernels.main(words) == 1
+    figure = {"value": 613.4, "unit": "TFLOP/s", "sm_mhz": 1755.0, "watts": 650.1}
+    names = [f"mma.sync {of}" for of in ("bfloat16", "float16")]
+    assert json.loads(file.read_text()) == dict.fromkeys(names, figure)
+    said = capsys.readouterr()
+    lines = [f"figure ceiling, {name}: 613.4 TFLOP/s, 1755 MHz, 650 W" for name in names]
+    assert said.out.splitlines() == lines and said.err == "torn\n"
+
+
+def test_programs_are_busy_for_as_long_as_is_looked_at():
+    source = (BENCHMARKS / "gpu_fastest.cuh").read_text()
+    assert f"constexpr double kBusySeconds = {gpu_load.BUSY};" in source

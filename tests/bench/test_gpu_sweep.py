@@ -13,6 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it is run as a script
 import gpu_sweep
 
+from onepass.bench.sensors import Load
+
 CASE = gpu_sweep.CASES[0]
 FIRST, SECOND, THIRD = CASE.candidates[:3]
 
@@ -58,6 +60,16 @@ def words_of(*floats: float) -> bytes:
     return b"".join(struct.pack("<f", value)[2:] for value in floats)
 
 
+class Sensors:
+    """Of a device that is 10 MHz slower at each figure."""
+
+    mhz = 1990
+
+    def between(self, start: float, end: float) -> Load:
+        self.mhz -= 10
+        return Load(self.mhz, 650.0)
+
+
 @pytest.fixture
 def program(tmp_path):
     """Makes a program that prints these times and leaves these values."""
@@ -84,9 +96,17 @@ def test_the_best_of_a_case_and_the_line_to_change(program):
         program("second", (80.0, 55.0), 1.0, -0.5078125),
         program("third", (70.0, 90.0), 1.0, -0.5),
     ]
-    row = gpu_sweep.run_case(case, programs, said.append)
+    row = gpu_sweep.run_case(case, programs, said.append, Sensors())
     assert row["microseconds"][SECOND] == {"forward 64": 80.0, "forward 64 causal": 55.0}
-    assert len(said) == 3 and not row["left_out"]
+    assert (
+        said[1]
+        == f"figure sweep, forward 64 causal, {FIRST}: 60.0 us, 1.0 TFLOP/s, 1970 MHz, 650 W"
+    )
+    assert row["load"][SECOND] == {
+        name: {"sm_mhz": mhz, "watts": 650.0}
+        for name, mhz in (("forward 64", 1960), ("forward 64 causal", 1950))
+    }
+    assert len(said) == 6 and not row["left_out"]
     line = f"if (bucket == 64 && !terms) return {SECOND};"
     assert gpu_sweep.summary(case, row).endswith(
         f"best with, in csrc/cuda/attention/table.h: {line}"
@@ -104,13 +124,13 @@ def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):
         program("fails", (10.0, 6.0), 1.0, -0.5, code=1),
         (tmp_path / "none", "error: no such tile"),
     ]
-    row = gpu_sweep.run_case(case, programs, lambda line: None)
-    assert row["microseconds"].keys() == {FIRST}
+    row = gpu_sweep.run_case(case, programs, lambda line: None, Sensors())
+    assert row["microseconds"].keys() == row["load"].keys() == {FIRST}
     reasons = ("other results than the first", "exit code 1", "error: no such tile")
     assert row["left_out"] == dict(zip(case.candidates[1:], reasons, strict=True))
 
 
 def test_where_no_candidate_runs(program):
     case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, (FIRST,))
-    row = gpu_sweep.run_case(case, [program("fails", (1.0, 1.0), code=1)], lambda line: None)
+    row = gpu_sweep.run_case(case, [program("fails", (1.0, 1.0), code=1)], print, Sensors())
     assert gpu_sweep.summary(case, row).endswith("no candidate ran")

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from onepass.bench.sensors import Load, Sensors
 from tests.bench.test_harness import run
-
-
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """Installs an nvidia-smi that writes its arguments to a file, then prints these lines."""
-
-    def install(*lines: str):
-        said = "".join(f"echo '{line}'\n" for line in lines)
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{said}exec sleep 60\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-        return tmp_path / "asked"
-
-    return install
 
 
 def load_of(sensors: Sensors, samples: int) -> Load:
@@ -60,12 +43,19 @@ def test_without_nvidia_smi_nothing_is_known(monkeypatch, tmp_path):
 
 def test_the_device_is_torchs_current_one(smi, monkeypatch):
     asked = smi("1980, 310.5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for properties, device in (({"uuid": "ab-cd"}, "GPU-ab-cd"), ({}, "1")):
         of = SimpleNamespace(**properties)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, of=of: of)
         load_of(Sensors(), 1)
         assert f"--id={device}" in asked.read_text().split()
+
+
+def test_without_a_device_nothing_is_asked(smi, monkeypatch):
+    asked = smi("1980, 310.5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load_of(Sensors(), 0) == Load() and not asked.exists()
 
 
 def test_figures_are_streamed(capsys, tmp_path):

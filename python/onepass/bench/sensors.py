@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 INTERVAL_MS = 100
 QUERY = "clocks.sm,power.draw"
 
@@ -34,7 +32,7 @@ class Load:
 class Sensors:
     """Samples of torch's current device, taken from when this is made until `close`.
 
-    Without nvidia-smi, or for a device that it does not know, there are none.
+    Without nvidia-smi or a device, or for a device that it does not know, there are none.
     """
 
     device: str = ""  # as nvidia-smi's --id takes it; empty: torch's current one
@@ -42,8 +40,11 @@ class Sensors:
     _process: subprocess.Popen | None = None
 
     def __post_init__(self):
+        device = self.device or _current()
+        if device is None:
+            return
         words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-        words += [f"--loop-ms={INTERVAL_MS}", f"--id={self.device or _current()}"]
+        words += [f"--loop-ms={INTERVAL_MS}", f"--id={device}"]
         try:
             self._process = subprocess.Popen(
                 words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -68,8 +69,12 @@ class Sensors:
             self._process.wait()
 
 
-def _current() -> str:
+def _current() -> str | None:
     """By its UUID, as torch and nvidia-smi may number devices differently."""
+    import torch  # here: gpu_load.py of benchmarks/ has this file without onepass
+
+    if not torch.cuda.is_available():
+        return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     uuid = getattr(properties, "uuid", None)
     return f"GPU-{uuid}" if uuid else str(torch.cuda.current_device())
