@@ -6,7 +6,9 @@
 #ifdef ONEPASS_EMULATE
 #include <cstring>
 #else
+#include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #endif
@@ -19,6 +21,12 @@ struct LaunchShape {
   size_t shared_bytes = 0;
   int resident = 1;  // blocks that must run at the same time for the kernel to end
 };
+
+// For launch(): the kernel may start before the one before it on the stream has ended (programmatic
+// dependent launch), so that its launch costs no time after that. It calls wait_for_kernel_before()
+// first, and the other one start_kernel_after() near its end; then the order is a stream's usual
+// one, whatever kernel, memset or copy is before or after it. Nobody has measured what it saves.
+inline constexpr bool kFollows = true;
 
 // Bytes of a kernel's parameters. More than 4,096 need CUDA 12.1 and driver 530.
 #if defined(CUDART_VERSION) && CUDART_VERSION < 12010
@@ -39,7 +47,7 @@ inline size_t max_shared_bytes() { return emulator::max_shared_bytes(); }
 inline size_t l2_bytes() { return emulator::l2_bytes(); }
 inline int64_t multiprocessors() { return emulator::multiprocessors(); }
 
-template <auto kKernel, class... Args>
+template <auto kKernel, bool kIsFollowing = false, class... Args>
 void launch(const LaunchShape& shape, void* /*stream*/, const Args&... args) {
   emulator::launch({.grid = {static_cast<unsigned>(shape.blocks), 1, 1},
                     .block = {shape.threads, 1, 1},
@@ -106,7 +114,37 @@ inline size_t l2_bytes() {
 }
 inline int64_t multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount); }
 
-template <auto kKernel, class... Args>
+// Whether a kernel's code for the current device waits: code of sm_90 and newer, also where a newer
+// device compiles it from PTX. Edges of graphs have known such launches since CUDA 12.3.
+// ONEPASS_CUDA_OVERLAP=never forbids them.
+inline bool waits_for_kernel_before(const void* kernel) {
+  const char* const chosen = std::getenv("ONEPASS_CUDA_OVERLAP");
+  if (chosen && chosen == std::string("never")) return false;
+  constexpr int kWithThem = 12030, kWithWait = 90;
+  int driver = 0;
+  check(cudaDriverGetVersion(&driver), "asking for the driver's version");
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), "asking about a kernel");
+  return driver >= kWithThem && attributes.ptxVersion >= kWithWait;
+}
+
+// The same, asked once for each kernel and device.
+template <auto kKernel>
+bool can_follow() {
+  enum class Known : signed char { kNotAsked, kNo, kYes };
+  constexpr int kDevices = 64;
+  static std::atomic<Known> known[kDevices];
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the device");
+  if (device >= kDevices) return false;
+  if (known[device] == Known::kNotAsked) {
+    const bool waits = waits_for_kernel_before(reinterpret_cast<const void*>(kKernel));
+    known[device] = waits ? Known::kYes : Known::kNo;
+  }
+  return known[device] == Known::kYes;
+}
+
+template <auto kKernel, bool kIsFollowing = false, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   constexpr int64_t kMaxBlocks = 0x7fffffff;
   if (shape.blocks > kMaxBlocks) {
@@ -126,13 +164,19 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   config.blockDim = shape.threads;
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  // A cooperative launch. Without it, blocks that wait for others could keep those from starting.
-  cudaLaunchAttribute together{};
-  together.id = cudaLaunchAttributeCooperative;
-  together.val.cooperative = 1;
+  cudaLaunchAttribute attribute{};
+  config.attrs = &attribute;
   if (shape.resident > 1) {
-    config.attrs = &together;
+    // A cooperative launch. Without it, blocks that wait for others could keep those from starting.
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
     config.numAttrs = 1;
+  } else if constexpr (kIsFollowing) {
+    if (can_follow<kKernel>()) {
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+      config.numAttrs = 1;
+    }
   }
   check(cudaLaunchKernelEx(&config, kKernel, args...), "starting a kernel", before);
 }

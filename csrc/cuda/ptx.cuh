@@ -185,6 +185,24 @@ __device__ __forceinline__ void add_global_4(float* address, const float (&value
 // In loops that wait for another block.
 __device__ __forceinline__ void spin() { __nanosleep(20); }
 
+// ---- kernels that overlap: see launch() with kFollows -------------------------------------------
+
+// Returns when the kernel before this one has ended and what it wrote is visible. All threads of a
+// kernel that follows call it first, so what comes after that kernel also comes after the first.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Blocks of a kernel that follows may start, and wait, when each block of this one has called it or
+// has ended. It orders nothing.
+__device__ __forceinline__ void start_kernel_after() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- plain access to global memory: the loads and stores that a traffic test counts -------------
 
 template <class T>

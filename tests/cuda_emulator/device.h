@@ -439,6 +439,10 @@ inline void prefetch_to_l2(const void*) {}
 
 inline void spin() { emulator::spin(); }
 
+// The emulator runs a kernel when the one before it has ended.
+inline void wait_for_kernel_before() {}
+inline void start_kernel_after() {}
+
 // ---- plain access to global memory --------------------------------------------------------------
 
 template <class T>

@@ -66,18 +66,39 @@ MOST_FRAGMENTS_OF_WHOLE_ROWS = {"64": 56, "128": 80}
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
 ON_TF32 = r"attention_(forward|backward|dquery)_plain_kernel.*Tf32"
 TENSOR_CORES = f"{ON_TENSOR_CORES}|{ON_TF32}"
+# Kernels that are launched with kFollows, from sm_90 on, and those that such a kernel comes after.
+FOLLOWING = ("attention_backward_kernel", "attention_dquery_kernel", "attention_decode_join_kernel")
+LEADING = ("attention_delta_kernel", "attention_backward_kernel", "attention_decode_kernel")
+WAITS, STARTS_NEXT = "ACQBULK", "PREEXIT"
+# Nothing that touches global memory, or goes another way, is in front of the wait.
+NOT_BEFORE_A_WAIT = r"\b(LDG|LD|LDGSTS|STG|ST|ATOMG?|REDG?|CCTL|BRA|BRX|JMP|CALL|RET|EXIT)\b"
 
 
-def check(name: str, binary: Path) -> set[str]:
+def check(name: str, binary: Path, arch: str = "") -> set[str]:
     """The names of the kernels, none of which waits for memory where it should not.
+
+    `arch`: of a binary that has code of one alone, as in sm_80.
 
     A library that has passed is not disassembled again, which takes 20 seconds.
     """
     files = (binary, Path(__file__), Path(nvcc.__file__))
-    return set(compiled.found(name, files, lambda: "\n".join(_checked(binary))).split())
+    return set(compiled.found(name, files, lambda: "\n".join(_checked(binary, arch))).split())
 
 
-def _checked(binary: Path) -> list[str]:
+def check_order(name: str, code: str, arch: str) -> None:
+    """What a kernel that follows another does first, and one that is followed at its end."""
+    overlaps = int(arch.removeprefix("sm_")) >= 90
+    is_following, is_leading = (any(of in name for of in names) for names in (FOLLOWING, LEADING))
+    texts = [text for _, text in nvcc.instructions(code)]
+    waits = [i for i, text in enumerate(texts) if WAITS in text]
+    assert len(waits) == (is_following and overlaps), f"{name} waits at {waits}"
+    if waits:
+        before = "\n".join(texts[: waits[0]])
+        assert not re.search(NOT_BEFORE_A_WAIT, before), f"{name} before its wait:\n{before}"
+    assert (STARTS_NEXT in code) == (is_leading and overlaps), f"{name}, {STARTS_NEXT}"
+
+
+def _checked(binary: Path, arch: str) -> list[str]:
     kernels, threads = nvcc.resources(binary), nvcc.max_threads(binary)
     for kernel, used in kernels.items():
         assert used["STACK"] == used["LOCAL"] == 0, f"{kernel} spills: {used}"
@@ -86,9 +107,10 @@ def _checked(binary: Path) -> list[str]:
         if re.search(TWICE, kernel[1]):
             taken = -(-used["REG"] // 8) * 8 * threads[kernel]  # given out by eights
             assert 2 * taken <= REGISTERS, f"{kernel} does not fit a multiprocessor twice: {used}"
-    looked_at = f"{WITH_BIAS}|{TENSOR_CORES}|{AHEAD}"
+    looked_at = "|".join((WITH_BIAS, TENSOR_CORES, AHEAD, *FOLLOWING, *LEADING))
     is_looked_at = any(re.search(looked_at, name) for _, name in kernels)
-    for (_, name), code in nvcc.machine_code(binary).items() if is_looked_at else ():
+    for (of, name), code in nvcc.machine_code(binary).items() if is_looked_at else ():
+        check_order(name, code, of or arch)
         assert "CCTL.E.PF2" in code or not re.search(AHEAD, name), f"{name} asks for no row"
         if match := re.search(WITH_BIAS, name):
             bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
@@ -139,7 +161,32 @@ def marked(source: str, arch: str):
 def test_kernels_of_a_release(source, arch):
     """Also for architectures that this build leaves out."""
     name = f"{source.replace('/', '_').removesuffix('.cu')}-{arch}"
-    assert check(name, nvcc.cubin(CUDA / source, arch)) or source in WITHOUT_KERNELS
+    assert check(name, nvcc.cubin(CUDA / source, arch), arch) or source in WITHOUT_KERNELS
+
+
+def test_kernels_that_follow_are_looked_at():
+    """Every launch with kFollows is of a kernel whose order is checked above."""
+    text = "".join(file.read_text() for file in CUDA.rglob("*.cu*"))
+    launched = set(re.findall(r"launch<\s*(\w+)(?:<[^>]*>)?,\s*kFollows>", text))
+    assert launched == set(FOLLOWING) and len(re.findall(r"\bkFollows>", text)) == len(FOLLOWING)
+    assert len(re.findall(r"\bwait_for_kernel_before\(\);", text)) == len(FOLLOWING)
+
+
+def test_code_in_front_of_a_wait_is_found():
+    """And a wait that is missing, or that the code of an older device has."""
+    name, code = FOLLOWING[1], "".join
+    line = "        /*{:04x}*/                   {} ;  /* 0x0 */\n".format
+    right = [line(0, "S2R R7, SR_TID.X"), line(16, "LDC R1, c[0x0][0x28]"), line(32, WAITS)]
+    load, leave = line(48, "LDG.E R0, desc[UR4][R2.64]"), line(64, "@P0 EXIT")
+    check_order(name, code([*right, load, leave]), "sm_90")
+    check_order(name, code([load, leave]), "sm_80")
+    for wrong in ([load, *right], [leave, *right], [load], [*right, *right]):
+        with pytest.raises(AssertionError):
+            check_order(name, code(wrong), "sm_90")
+    with pytest.raises(AssertionError):
+        check_order(name, code(right), "sm_80")
+    with pytest.raises(AssertionError):
+        check_order(LEADING[0], load, "sm_90")
 
 
 def test_a_kernel_is_one_of_an_architecture():

@@ -1,4 +1,7 @@
-"""A failed launch says whether the error may come from an earlier call, and clears it."""
+"""A failed launch says whether the error may come from an earlier call, and clears it.
+
+And which kernels may start before the one before them has ended.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,29 @@ def test_an_error_of_somebody_else_stays_theirs():
     assert _said(INVALID_CONFIGURATION, 0) == f"pending: {INVALID_CONFIGURATION}\n"
 
 
-def _said(pending: int, failing: int) -> str:
+@pytest.mark.parametrize(
+    "driver, code, chosen, expected",
+    [
+        (12030, 90, "", "early"),
+        (13000, 120, "", "early"),
+        (13000, 120, "never", "in turn"),
+        (13000, 80, "", "in turn"),  # compiled for a newer device from old PTX: it does not wait
+        (12020, 90, "", "in turn"),
+    ],
+)
+def test_a_kernel_starts_early_where_it_waits(monkeypatch, driver, code, chosen, expected):
+    """Asked once; a kernel that does not follow another starts in turn."""
+    monkeypatch.setenv("ONEPASS_CUDA_OVERLAP", chosen)
+    asked = 0 if chosen else 1
+    said = f"{expected}\n{expected}\nin turn\nasked: {asked}\n"
+    assert _said(driver, code, "following") == said
+
+
+def _said(*given: int | str) -> str:
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("there is no nvcc")
     words = (compiler, "-std=c++20", f"-I{nvcc.ROOT / 'csrc'}", SOURCE, "-cudart", "none")
     (program,) = compiled.made([compiled.Recipe("launch_errors", words, (SOURCE,))])
-    words = [str(program), str(pending), str(failing)]
+    words = [str(program), *map(str, given)]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout

@@ -99,6 +99,7 @@ template <class T, int kBucket, bool kTerms, bool kWide>
 __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     attention_backward_kernel(const AttentionBackward __grid_constant__ args,
                               const BackwardWork __grid_constant__ work) {
+  wait_for_kernel_before();
   constexpr AttentionTile kTile = backward_tile(kBucket);
   constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kThreads = kTile.threads();
   // A warp has scores of 16 kScoreRows keys and one of kParts shares of the queries.
@@ -442,6 +443,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     store_global(static_cast<float*>(work.ends.head_sums) + block->head_partial(args, work, head),
                  0.0f);
   }
+  start_kernel_after();
   if (block->first_key >= block->keys) return;
   // Both are stored through the memory of K; each warp stores an eighth of the rows.
   const auto store = [&](const Strided& tensor, const float (&sum)[kRowTiles][kOwnTiles][4],
@@ -548,7 +550,7 @@ void run_backward(const AttentionBackward& args, const Plan& plan, const Backwar
       visit_bool(kHasWide && work.stages > 1, [&]<bool kWide>() {
         if constexpr (kHasWide || !kWide) {
           if (plan.splits == 0) return;
-          launch<attention_backward_kernel<T, kBucket, kTerms, kWide>>(
+          launch<attention_backward_kernel<T, kBucket, kTerms, kWide>, kFollows>(
               {.blocks = plan.splits,
                .threads = backward_tile(kBucket).threads(),
                .shared_bytes = backward_shared_bytes(kBucket, work.stages, kWide)},

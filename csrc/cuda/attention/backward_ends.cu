@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     store_global(static_cast<A*>(ends.delta) + at, sum);
     if (ends.dsinks) dsink += load_lse<A>(args, at).probability(sink) * sum;
   }
+  start_kernel_after();
   if (ends.dsinks) store_partial(dsink, ends.dsinks, blockIdx.x, scratch);
 }
 

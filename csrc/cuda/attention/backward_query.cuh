@@ -104,6 +104,7 @@ inline constexpr int kDqueryThreads = 128;
 // alone: the kernel waits for memory.
 static __global__ void __launch_bounds__(kDqueryThreads)
     attention_dquery_kernel(const AttentionBackward args, const float* sums, const float scale) {
+  wait_for_kernel_before();
   constexpr int kWarps = kDqueryThreads / kLanes;
   const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
   const int64_t batch = blockIdx.x / blocks / args.heads;
@@ -140,7 +141,7 @@ static __global__ void __launch_bounds__(kDqueryThreads)
 inline void launch_dquery(const AttentionBackward& args, const BackwardWork& work, void* stream) {
   constexpr int kWarps = kDqueryThreads / kLanes;
   const int64_t blocks = (units_of_rows(args.seq_q) + kWarps - 1) / kWarps;
-  launch<attention_dquery_kernel>(
+  launch<attention_dquery_kernel, kFollows>(
       {.blocks = args.batch * args.heads * blocks, .threads = kDqueryThreads}, stream, args,
       static_cast<const float*>(work.dquery), work.numbers.scale);
 }

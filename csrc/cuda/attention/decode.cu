@@ -132,6 +132,7 @@ class DecodeBlock {
                             .in_first_run = chunk / kRun == first / kRun,
                             .is_last = chunk + 1 == last,
                             .is_all = pieces == 1};
+        if (at.is_last && p + splits >= pieces) start_kernel_after();
         finish_statistics(at, p);
         __syncthreads();
         finish_values(at, p);
@@ -394,6 +395,7 @@ __global__ void __launch_bounds__(kJoinWarps* kLanes)
     attention_decode_join_kernel(const AttentionDecode __grid_constant__ args,
                                  const DecodeShape __grid_constant__ shape,
                                  const StoredStates __grid_constant__ stored) {
+  wait_for_kernel_before();
   const unsigned tile_index = blockIdx.x / static_cast<unsigned>(shape.tile_rows);
   const auto row = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.tile_rows));
   const RowTile tile(args, shape, tile_index);
@@ -522,10 +524,11 @@ void run_decode(const AttentionDecode& args, const Plan&, const DecodeShape& sha
         context.stream, args, ScoreNumbers<float>(args), shape, stored);
   });
   if (shape.slots <= 1) return;
-  launch<attention_decode_join_kernel>({.blocks = shape.tiles * shape.tile_rows,
-                                        .threads = kJoinWarps * kLanes,
-                                        .shared_bytes = static_cast<size_t>(join_bytes(shape))},
-                                       context.stream, args, shape, stored);
+  launch<attention_decode_join_kernel, kFollows>(
+      {.blocks = shape.tiles * shape.tile_rows,
+       .threads = kJoinWarps * kLanes,
+       .shared_bytes = static_cast<size_t>(join_bytes(shape))},
+      context.stream, args, shape, stored);
 }
 
 }  // namespace
