@@ -25,7 +25,8 @@ struct LaunchShape {
 // For launch(): the kernel may start before the one before it on the stream has ended (programmatic
 // dependent launch), so that its launch costs no time after that. It calls wait_for_kernel_before()
 // first, and the other one start_kernel_after() near its end; then the order is a stream's usual
-// one, whatever kernel, memset or copy is before or after it. Nobody has measured what it saves.
+// one, whatever kernel, memset or copy is before or after it. Off, unless ONEPASS_CUDA_OVERLAP is
+// "always", until a device has shown what it saves.
 inline constexpr bool kFollows = true;
 
 // Bytes of a kernel's parameters. More than 4,096 need CUDA 12.1 and driver 530.
@@ -116,10 +117,9 @@ inline int64_t multiprocessors() { return attribute_of_device(cudaDevAttrMultiPr
 
 // Whether a kernel's code for the current device waits: code of sm_90 and newer, also where a newer
 // device compiles it from PTX. Edges of graphs have known such launches since CUDA 12.3.
-// ONEPASS_CUDA_OVERLAP=never forbids them.
 inline bool waits_for_kernel_before(const void* kernel) {
   const char* const chosen = std::getenv("ONEPASS_CUDA_OVERLAP");
-  if (chosen && chosen == std::string("never")) return false;
+  if (!chosen || chosen != std::string("always")) return false;
   constexpr int kWithThem = 12030, kWithWait = 90;
   int driver = 0;
   check(cudaDriverGetVersion(&driver), "asking for the driver's version");

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SWITCHES = {
     "ONEPASS_CPU_ISA": "CPU level to use: baseline, avx2, avx512 or avx512_bf16",
     "ONEPASS_CUDA_ATTENTION": "always: swapped models run onepass's attention on every GPU",
-    "ONEPASS_CUDA_OVERLAP": "never: a kernel starts when the one before it has ended",
+    "ONEPASS_CUDA_OVERLAP": "always: some kernels are launched while the one before still runs",
     "ONEPASS_LOG": "dispatch: log which kernel ran and why, each line once",
 }
 # From this factor over float32's time on, slow products of a dtype are reported.

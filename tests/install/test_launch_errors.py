@@ -43,17 +43,18 @@ def test_an_error_of_somebody_else_stays_theirs():
 @pytest.mark.parametrize(
     "driver, code, chosen, expected",
     [
-        (12030, 90, "", "early"),
-        (13000, 120, "", "early"),
+        (12030, 90, "always", "early"),
+        (13000, 120, "always", "early"),
+        (13000, 120, "", "in turn"),  # by default
         (13000, 120, "never", "in turn"),
-        (13000, 80, "", "in turn"),  # compiled for a newer device from old PTX: it does not wait
-        (12020, 90, "", "in turn"),
+        (13000, 80, "always", "in turn"),  # old PTX, compiled for a newer device, does not wait
+        (12020, 90, "always", "in turn"),
     ],
 )
 def test_a_kernel_starts_early_where_it_waits(monkeypatch, driver, code, chosen, expected):
     """Asked once; a kernel that does not follow another starts in turn."""
     monkeypatch.setenv("ONEPASS_CUDA_OVERLAP", chosen)
-    asked = 0 if chosen else 1
+    asked = 1 if chosen == "always" else 0
     said = f"{expected}\n{expected}\nin turn\nasked: {asked}\n"
     assert _said(driver, code, "following") == said
 
