@@ -15,6 +15,7 @@ split have the clock and the power of the device in every line, a profile has th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import re
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,7 @@ METRICS = {
     "sm_mhz": "smsp__cycles_elapsed.avg.per_second",
 }
 NO_COUNTERS = "ERR_NVGPUCTRPERM"  # the driver lets only administrators read the counters
+PROFILED = re.compile(r'==PROF== Profiling ".*" - (\d+)')  # printed at the launch; the row's ID
 Call = Callable[[], object]
 
 
@@ -82,8 +84,8 @@ def figures_of(
 # ---- the calls -----------------------------------------------------------------------------------
 
 
-def calls(device: str, scale: int = 1) -> dict[str, Call]:
-    """The main kernels by name, at sizes divided by `scale`."""
+def calls(device: str, scale: int = 1) -> dict[str, Callable[[], Call]]:
+    """The main kernels by name at sizes divided by `scale`: what makes a call and its tensors."""
     import torch
 
     from onepass import functional, optim
@@ -92,16 +94,21 @@ def calls(device: str, scale: int = 1) -> dict[str, Call]:
         values = torch.randn(*size, device=device, dtype=torch.bfloat16)
         return values.requires_grad_()
 
-    found: dict[str, Call] = {}
+    found: dict[str, Callable[[], Call]] = {}
 
-    def both(name: str, run: Callable, *inputs: torch.Tensor) -> None:
-        output = run(*inputs)
-        output = output[-1] if isinstance(output, tuple) else output
-        upstream = torch.randn_like(output)
-        found[f"{name}, forward"] = lambda: run(*inputs)
-        found[f"{name}, backward"] = lambda: torch.autograd.grad(
-            output, inputs, upstream, retain_graph=True
-        )
+    def both(name: str, run: Callable, *sizes: tuple[int, ...]) -> None:
+        def forward() -> Call:
+            inputs = [drawn(*size) for size in sizes]
+            return lambda: run(*inputs)
+
+        def backward() -> Call:
+            inputs = [drawn(*size) for size in sizes]
+            output = run(*inputs)
+            output = output[-1] if isinstance(output, tuple) else output
+            upstream = torch.randn_like(output)
+            return lambda: torch.autograd.grad(output, inputs, upstream, retain_graph=True)
+
+        found[f"{name}, forward"], found[f"{name}, backward"] = forward, backward
 
     for dim, seq in ((64, 4096), (128, 4096), (128, 512), (256, 4096)):
         seq, heads = max(seq // scale, 8), max(2048 // dim // scale, 1)
@@ -111,42 +118,48 @@ def calls(device: str, scale: int = 1) -> dict[str, Call]:
             both(
                 f"attention {dim} x {seq}{' causal' if causal else ''}",
                 lambda q, k, v, causal=causal: attend(q, k, v, is_causal=causal),
-                *(drawn(batch, heads, seq, dim) for _ in range(3)),
+                *[(batch, heads, seq, dim)] * 3,
             )
     for rows in (2048, 8192, 65536):
         rows = max(rows // scale, 1)
         both(
             f"rms_norm {rows} x 4096",
             lambda x, w: functional.rms_norm(x, (x.shape[-1],), w),
-            drawn(rows, 4096),
-            drawn(4096),
+            (rows, 4096),
+            (4096,),
         )
     length = max(32768 // scale, 16)
-    cache = [drawn(1, 8, length, 128).detach() for _ in range(2)]
-    query = drawn(1, 32, 1, 128).detach()
-    lengths = torch.full((1,), length, dtype=torch.int32, device=device)
-    found[f"decode {length} keys"] = lambda: functional.attention_with_kv_cache(
-        query, *cache, cache_seqlens=lengths
-    )
-    parameters = [torch.nn.Parameter(drawn(4096, 4096 // scale).detach()) for _ in range(4)]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    found["adamw"] = optim.AdamW(parameters, master="remainder16").step
-    return found
+
+    def decode() -> Call:
+        cache = [drawn(1, 8, length, 128).detach() for _ in range(2)]
+        query = drawn(1, 32, 1, 128).detach()
+        lengths = torch.full((1,), length, dtype=torch.int32, device=device)
+        return lambda: functional.attention_with_kv_cache(query, *cache, cache_seqlens=lengths)
+
+    def adamw() -> Call:
+        parameters = [torch.nn.Parameter(drawn(4096, 4096 // scale).detach()) for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        return optim.AdamW(parameters, master="remainder16").step
+
+    return found | {f"decode {length} keys": decode, "adamw": adamw}
 
 
-def prepared(device: str, scale: int) -> dict[str, Call]:
-    found = calls(device, scale)
-    for call in found.values():
-        for _ in range(WARM_UP):
-            call()
-    return found
+def warmed(make: Callable[[], Call]) -> Call:
+    call = make()
+    for _ in range(WARM_UP):
+        call()
+    return call
+
+
+def reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def kernel_name(name: str) -> str:
     """Without namespaces and arguments, with the instance's template arguments."""
     name = re.sub(r"^void |\(anonymous namespace\)::|<unnamed>::|onepass::|cuda::", "", name)
-    name = re.sub(r"\((int|bool|unsigned int|cuda::\w+)\)", "", name)  # as in <(int)128, (bool)1>
+    name = re.sub(r"\([\w:. ]+\)(?=-?\d)", "", name)  # as in <(int)128, (ForwardKind)2>
     return name.partition("(")[0].strip()
 
 
@@ -154,30 +167,42 @@ def kernel_name(name: str) -> str:
 
 
 def split(device: str, scale: int, say: Callable[[str], object], sensors: Any) -> list[dict]:
-    """Microseconds of each kernel of each call: means of REPEATS, after BUSY seconds of calls."""
+    """Microseconds of each kernel of each call: means of REPEATS, after BUSY seconds of calls; of a
+    call that fails, why."""
+    rows = []
+    for name, make in calls(device, scale).items():
+        try:
+            times, load = kernels_of(warmed(make), device, sensors)
+        except Exception as error:  # the others may still run
+            rows.append({"call": name, "failed": reason(error)})
+            say(f"figure split, {name}: failed: {reason(error)}")
+            continue
+        rows.append({"call": name, "kernels": times, **asdict(load)})
+        parts = ", ".join(f"{kernel} {us:.1f} us" for kernel, us in times.items())
+        say(gpu_load.with_load(f"figure split, {name}: {parts or 'torch saw no kernel'}", load))
+    return rows
+
+
+def kernels_of(call: Call, device: str, sensors: Any) -> tuple[dict[str, float], Any]:
+    """(microseconds by kernel, the Load while the call ran before)."""
     import torch
 
     activity = torch.profiler.ProfilerActivity
     chosen = activity.CUDA if device == "cuda" else activity.CPU
-    rows = []
-    for name, call in prepared(device, scale).items():
-        end = time.perf_counter() + gpu_load.BUSY
-        while time.perf_counter() < end:
-            for _ in range(REPEATS):
-                call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-        load = gpu_load.load_now(sensors)
-        with torch.profiler.profile(activities=[chosen]) as profile:
-            for _ in range(REPEATS):
-                call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-        times = times_of(profile.events(), device)
-        rows.append({"call": name, "kernels": times, **asdict(load)})
-        parts = ", ".join(f"{kernel} {us:.1f} us" for kernel, us in times.items())
-        say(gpu_load.with_load(f"figure split, {name}: {parts}", load))
-    return rows
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    end = time.perf_counter() + gpu_load.BUSY
+    while time.perf_counter() < end:
+        run()
+    load = gpu_load.load_now(sensors)
+    with torch.profiler.profile(activities=[chosen]) as profile:
+        run()
+    return times_of(profile.events(), device), load
 
 
 def times_of(events: Iterable, device: str) -> dict[str, float]:
@@ -198,34 +223,53 @@ def times_of(events: Iterable, device: str) -> dict[str, float]:
 
 def once(device: str, scale: int) -> None:
     """Each call once, between the marks that Nsight Compute heeds; what the profile looks at."""
+    for name, make in calls(device, scale).items():
+        print(f"call {name}", flush=True)
+        try:
+            call = warmed(make)
+            with looked_at(name) if device == "cuda" else contextlib.nullcontext():
+                call()
+        except Exception as error:  # the others may still run
+            print(f"figure profile, {name}: failed: {reason(error)}", flush=True)
+
+
+@contextlib.contextmanager
+def looked_at(name: str) -> Iterator[None]:
+    """A range of all threads: a backward runs in one of its own."""
     import torch
 
-    found = prepared(device, scale)
-    if device == "cuda":
+    torch.cuda.synchronize()
+    mark = torch.cuda.nvtx.range_start(name)
+    torch.cuda.profiler.start()
+    try:
+        yield
         torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-    for name, call in found.items():
-        print(f"call {name}", flush=True)
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    if device == "cuda":
+    finally:
         torch.cuda.profiler.stop()
+        torch.cuda.nvtx.range_end(mark)
 
 
 def profile_command(ncu: str, device: str, scale: int) -> list[str]:
-    words = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+    words = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--nvtx"]
     words += ["--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values())]
     words += ["--kernel-name", "regex:attention_|norm_|optimizer_"]
     return [*words, sys.executable, __file__, "calls", "--device", device, "--scale", str(scale)]
 
 
 def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
-    """A row for each kernel of each call, from what Nsight Compute and the calls print."""
-    rows, header, call = [], [], ""
+    """A row for each kernel of each call, from what Nsight Compute and the calls print.
+
+    Rows come after all calls. A row is of the call whose range it names; without ranges, of the
+    call that ran when its launch was announced.
+    """
+    rows, header, names, announced = [], [], [""], {}
     for line in lines:
         if line.startswith("call "):
-            call = line.removeprefix("call ").strip()
+            names.append(line.removeprefix("call ").strip())
+        elif line.startswith("figure "):
+            say(line.rstrip())
+        elif found := PROFILED.match(line):
+            announced[found[1]] = names[-1]
         if not line.startswith('"'):
             continue
         (cells,) = csv.reader([line])
@@ -235,6 +279,9 @@ def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
         found = dict(zip(header, cells, strict=False))
         if not found.get("ID"):  # the units
             continue
+        ranges = " ".join(cell for column, cell in found.items() if "Domain:" in column)
+        of_range = (name for name in names[1:] if name in ranges)
+        call = next(of_range, announced.get(found["ID"], names[-1]))
         row = {"call": call, "kernel": kernel_name(found["Kernel Name"])}
         row |= {name: _number(found.get(metric, "")) for name, metric in METRICS.items()}
         if row["microseconds"] is not None:
@@ -242,7 +289,7 @@ def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
         if row["sm_mhz"] is not None:
             row["sm_mhz"] /= 1e6
         rows.append(row)
-        say(f"figure profile, {row['kernel']}: {_shares(row)}")
+        say(f"figure profile, {call}, {row['kernel']}: {_shares(row)}")
     return rows
 
 
@@ -312,6 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 3
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.what == "split" and not all(row.get("kernels") for row in rows):
+        return 1
     return code or (0 if rows else 1)
 
 

@@ -31,7 +31,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TextIO
 
-from gpu_archive import pack
+from gpu_archive import NAME, pack
 from gpu_machine import ROOT, Obstacle, find_all, slug
 from gpu_table import markdown
 
@@ -98,8 +98,10 @@ NO_COUNTERS = 3  # its exit code if it may not read the device's counters
 SMOKE = ("tests/device/test_smoke.py",)  # every instance once
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BUDGET = 570.0  # seconds; the rest of ten minutes is for ending and reporting the last step
+# How a step that still runs is ended, and the seconds that it then has. First as by Ctrl-C: pytest
+# and `onepass bench` then print what they have found so far.
+ENDINGS = {signal.SIGINT: 12.0, signal.SIGTERM: 4.0, signal.SIGKILL: 4.0}
 HANGS = 90  # seconds of one test after which pytest prints its stack
-GRACE = 15.0  # seconds between asking a step to end and ending it
 TAIL = 30  # lines of a failed step that are shown
 FIGURE = "figure "  # a line of a step's output that begins so is printed as soon as it is written
 POLL = 0.5  # seconds between two looks for such lines
@@ -169,7 +171,7 @@ def plan(
     )
     return [
         build,
-        tests("smoke", SMOKE, pytest, limit=60),
+        tests("smoke", SMOKE, pytest, limit=90),
         Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor),
         *(kernels(name, facts, tools, folder, python) for name in KERNELS if name != "sweep"),
         *(tests(name, files, quick) for name, files in TESTS.items()),
@@ -353,6 +355,13 @@ def environment_of_steps() -> dict[str, str]:
     return environment
 
 
+def judged(step: Step, code: int, text: str) -> Outcome:
+    try:
+        return step.judge(code, text)
+    except Exception as error:  # of results in an unknown form; the other steps still run
+        return Outcome("failed", f"exit code {code}; its results could not be read: {error!r}")
+
+
 def execute(
     steps: Sequence[Step],
     budget: float,
@@ -381,7 +390,7 @@ def execute(
         else:
             code, text = run(step, seconds, log, say)
             if code is not None:
-                outcome = step.judge(code, text)
+                outcome = judged(step, code, text)
             else:  # its own fault only if it had its full limit
                 result = "failed" if seconds >= step.limit else "left out"
                 outcome = Outcome(result, f"did not end within {seconds:.0f} s")
@@ -451,20 +460,13 @@ def _wait(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a step that still runs, and the processes that it left behind.
-
-    First as by Ctrl-C: pytest and `onepass bench` then print what they have found so far.
-    """
-    gone = contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired)
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        if process.poll() is not None:
-            break
-        with gone:
+    """Ends a step that still runs, and the processes that it left behind."""
+    for ending, seconds in ENDINGS.items():
+        if ending != signal.SIGKILL and process.poll() is not None:
+            continue
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, ending)
-            process.wait(GRACE)
-    with gone:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(GRACE)
+            process.wait(seconds)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -478,6 +480,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the results go into a folder in it, named after the device",
     )  # fmt: skip
     parser.add_argument(
+        "--archive", type=Path, metavar="FOLDER",
+        help="where gpu-report.tar.gz goes, if not to the folder of --out",
+    )  # fmt: skip
+    parser.add_argument(
         "--only", nargs="+", metavar="GLOB",
         help="of the steps after the build; what other runs found on this machine is kept",
     )  # fmt: skip
@@ -489,16 +495,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu-report: {obstacle}", file=sys.stderr)
         return 2
     folder = args.out.resolve() / slug(machine["gpu"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in WRITTEN:
-            output_files().OutputFile(folder / name)
-    except OSError as error:
-        print(f"gpu-report: --out must be writable: {error.strerror}: {folder}", file=sys.stderr)
-        return 2
-    WORK.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(SITE, ignore_errors=True)
     build, *others = plan(machine, tools, folder)
+    names = [step.name for step in (build, *others)]
+    if unknown := [of for of in args.only or () if not any(fnmatchcase(n, of) for n in names)]:
+        text = f"gpu-report: --only: no step is named {', '.join(unknown)}; steps are: "
+        print(text + ", ".join(map(repr, names)), file=sys.stderr)
+        return 2
+    archive = (args.archive or args.out).resolve()
+    try:
+        WORK.mkdir(parents=True, exist_ok=True)
+        for name in [folder / name for name in WRITTEN] + [archive / f"{NAME}.new"]:
+            name.parent.mkdir(parents=True, exist_ok=True)
+            output_files().OutputFile(name)
+    except OSError as error:
+        at = error.filename or folder
+        print(f"gpu-report: --out must be writable: {error.strerror}: {at}", file=sys.stderr)
+        return 2
+    shutil.rmtree(SITE, ignore_errors=True)
     chosen = [step for step in others if any(fnmatchcase(step.name, of) for of in args.only or "*")]
     figures = folder.glob("*.json")
     if args.only:  # results of other steps stay in the table
@@ -512,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for step in (earlier or {}).get("steps", ())
         if earlier["machine"] == machine and step["name"] not in {s.name for s in [build, *chosen]}
     ]
-    keep = functools.partial(write, folder, machine, args.budget, start, before)
+    keep = functools.partial(write, folder, machine, args.budget, start, before, archive=archive)
     left = args.budget - (time.monotonic() - start)
     say = functools.partial(print, flush=True)
     steps = execute([build, *chosen], left, folder / "report.log", say, keep)
@@ -531,10 +544,16 @@ def output_files():
 
 
 def write(
-    folder: Path, machine: dict, budget: float, start: float, before: list[dict], steps: list[dict]
+    folder: Path,
+    machine: dict,
+    budget: float,
+    start: float,
+    before: list[dict],
+    steps: list[dict],
+    archive: Path,
 ) -> tuple[str, bool]:
     """Writes report.json and table.md, from these records and from the files of their steps, and
-    the archive of the folder beside it.
+    the archive of the folder.
 
     `before`: records of earlier runs on the same machine, with other steps. Returns the table, and
     whether all could be written; if not, stderr says why.
@@ -548,13 +567,17 @@ def write(
     }
     measured = [read_json(folder / f"bench-{name}.json") for name in BENCHMARKS]
     compared = [read_json(folder / f"compare-{dtype}.json") for dtype in ("float32", "bfloat16")]
-    table = markdown(report, list(filter(None, measured)), list(filter(None, compared)))
     module, written = output_files(), True
+    try:
+        table = markdown(report, list(filter(None, measured)), list(filter(None, compared)))
+    except Exception as error:  # of figures in an unknown form; the files stay as they are
+        print(f"gpu-report: there is no table: {error!r}", file=sys.stderr)
+        table, written = f"There is no table: {error!r}\n", False
     for name, text in zip(WRITTEN, (json.dumps(report, indent=1) + "\n", table), strict=True):
         file = module.OutputFile(folder / name, trial=False)
         written &= module.write_or_say("gpu-report", name, file, text.encode())
     try:
-        pack(folder, folder.parent)
+        pack(folder, archive)
     except OSError as error:
         print(f"gpu-report: the archive could not be written: {error}", file=sys.stderr)
         written = False

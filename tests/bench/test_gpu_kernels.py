@@ -29,6 +29,12 @@ SMALL = ("--device", "cpu", "--scale", "512")
 
 def test_names_of_kernels():
     assert gpu_kernels.kernel_name(MANGLED) == NAME
+    kinds = (
+        "attention_forward_kernel<onepass::Float16, 128, (onepass::cuda::{}ForwardKind)2, false>(A)"
+    )
+    for scope in ("", "(anonymous namespace)::", "<unnamed>::"):
+        found = gpu_kernels.kernel_name(f"void onepass::cuda::{scope}{kinds.format(scope)}")
+        assert found == "attention_forward_kernel<Float16, 128, 2, false>"
     assert gpu_kernels.kernel_name("Memset (Device)") == "Memset"
     assert gpu_kernels.kernel_name("onepass::cuda::attention_delta_kernel(Args)") == (
         "attention_delta_kernel"
@@ -71,9 +77,8 @@ def test_split_has_clock_and_power(monkeypatch, capsys):
     calls: list[float] = []
     times = {"kernel": 3.25}
     monkeypatch.setattr(gpu_load, "BUSY", 0.05)
-    monkeypatch.setattr(
-        gpu_kernels, "prepared", lambda *_: {"a call": lambda: calls.append(time.perf_counter())}
-    )
+    call = lambda: calls.append(time.perf_counter())  # noqa: E731
+    monkeypatch.setattr(gpu_kernels, "calls", lambda *_: {"a call": lambda: call})
     monkeypatch.setattr(gpu_kernels, "times_of", lambda *_: times)
     asked: list[tuple[float, float]] = []
 
@@ -88,6 +93,24 @@ def test_split_has_clock_and_power(monkeypatch, capsys):
     before = [of for of in calls if of <= end]
     assert end - start == pytest.approx(0.05) and len(calls) - len(before) == gpu_kernels.REPEATS
     assert before[-1] - before[0] >= 0.04 and before[0] <= start + 0.01
+
+
+def test_a_call_that_fails_takes_no_other_with_it(capsys, monkeypatch):
+    def fails():
+        raise RuntimeError("an illegal memory access\nand more")
+
+    makers = {"one": fails, "two": lambda: lambda: None}
+    monkeypatch.setattr(gpu_load, "BUSY", 0.01)
+    monkeypatch.setattr(gpu_kernels, "calls", lambda device, scale: makers)
+    assert gpu_kernels.main(["split", *SMALL]) == 1  # without kernels nothing is known
+    assert capsys.readouterr().out == (
+        "figure split, one: failed: an illegal memory access\n"
+        "figure split, two: torch saw no kernel\n"
+    )
+    assert gpu_kernels.main(["calls", *SMALL]) == 0
+    assert capsys.readouterr().out == (
+        "call one\nfigure profile, one: failed: an illegal memory access\ncall two\n"
+    )
 
 
 # ---- profile -------------------------------------------------------------------------------------
@@ -131,14 +154,36 @@ def test_profile_of_a_kernel(tmp_path, capsys):
     wanted = dict(zip(gpu_kernels.METRICS, values, strict=True))
     assert row == {"call": "adamw", "kernel": NAME, **wanted}  # the last call that was named
     assert capsys.readouterr().out == (
-        f"figure profile, {NAME}: tensor 62 %, lsu 30 %, shared 80 %, issue 70 %, dram 12 %, "
-        "occupancy 12 %, conflicts 0.5 %, 1234.0 us, 1755 MHz\n"
+        f"figure profile, adamw, {NAME}: tensor 62 %, lsu 30 %, shared 80 %, issue 70 %, "
+        "dram 12 %, occupancy 12 %, conflicts 0.5 %, 1234.0 us, 1755 MHz\n"
     )
     options = json.loads((tmp_path / "options").read_text())
-    assert options[:2] == ["--clock-control", "none"]
+    assert options[:2] == ["--clock-control", "none"] and "--nvtx" in options
     assert set(options[options.index("--metrics") + 1].split(",")) == set(
         gpu_kernels.METRICS.values()
     )
+
+
+def test_the_call_of_a_row():
+    """Nsight Compute prints all rows after the program has ended."""
+    column = "Id:Domain:Start/Stop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+    header = HEADER.replace('"ID",', f'"ID","{column}",')
+
+    def row(number: int, ranges: str = "") -> str:
+        return row_of(number, MANGLED, *VALUES).replace(",", f',"{ranges}",', 1)
+
+    told = ["call one, forward\n", '==PROF== Profiling "attention_f..." - 0: 0%....100% - 9 passes']
+    told += ["call two\n", '==PROF== Profiling "attention_b..." - 1 (2/3): 0%....100% - 9 passes']
+    told += ['==PROF== Profiling "attention_b..." - 2: 0%....100% - 9 passes', "call three\n"]
+    with_ranges = [row(i, f"{i}:<default domain>:{of}:none") for i, of in enumerate(CALLS)]
+    for rows in (with_ranges, [row(i) for i in range(3)]):
+        found = gpu_kernels.profile([*told, header, UNITS, *rows], lambda line: None)
+        assert [row["call"] for row in found] == CALLS
+    (found,) = gpu_kernels.profile([header, with_ranges[0]], lambda line: None)
+    assert found["call"] == ""
+
+
+CALLS = ["one, forward", "two", "two"]
 
 
 def test_a_metric_that_a_device_does_not_have():

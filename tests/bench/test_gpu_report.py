@@ -194,6 +194,21 @@ def test_a_step_that_fails_takes_no_other_with_it(tmp_path):
     assert "hello on" in log and "so it goes" in log and "there" in log
 
 
+def test_results_in_an_unknown_form_cost_one_step(tmp_path):
+    def judge(code: int, log: str) -> gpu_report.Outcome:
+        raise KeyError("verdict")
+
+    steps = [python_step("build", ""), python_step("odd", "", judge=judge), python_step("next", "")]
+    records = gpu_report.execute(steps, 60.0, tmp_path / "log", say=lambda line: None)
+    assert results_of(records) == ["ok", "failed", "ok"]
+    assert records[1]["detail"] == "exit code 0; its results could not be read: KeyError('verdict')"
+
+
+def test_ending_the_last_step_fits_ten_minutes():
+    """With ten seconds for Python's imports, the archive and the table."""
+    assert gpu_report.BUDGET + sum(gpu_report.ENDINGS.values()) <= 590
+
+
 def test_steps_see_what_was_built_first(tmp_path):
     code = "import os; print(os.environ['PYTHONPATH']); print(os.getcwd())"
     step = python_step("only", code, folder=tmp_path)
@@ -436,6 +451,27 @@ def test_main_runs_the_steps_that_are_asked_for(tmp_path, monkeypatch, capsys):
     assert [step["name"] for step in report["steps"]] == of_both
 
 
+def test_a_wrong_name_of_a_step_costs_no_build(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "find_all", lambda environment: (dict(FACTS), TOOLS))
+    monkeypatch.setattr(gpu_report, "execute", lambda *_: pytest.fail("a step runs"))
+    words = ["--out", str(tmp_path), "--only", "smoke", "device-tests", "bench*", "profiles"]
+    assert gpu_report.main(words) == 2
+    said = capsys.readouterr().err
+    assert "no step is named device-tests, profiles; steps are: 'build', 'smoke'" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_archive_alone_in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
+    monkeypatch.setattr(gpu_report, "SITE", tmp_path / "work" / "site")
+    monkeypatch.setattr(gpu_report, "find_all", lambda environment: (dict(FACTS), TOOLS))
+    monkeypatch.setattr(gpu_report, "plan", lambda *_: [python_step("build", "")])
+    carried = tmp_path / "carried"
+    assert gpu_report.main(["--out", str(tmp_path / "out"), "--archive", str(carried)]) == 0
+    assert [file.name for file in carried.iterdir()] == ["gpu-report.tar.gz"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["nvidia-h100-80gb-hbm3"]
+
+
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_what_cannot_be_written_is_no_success(tmp_path, monkeypatch, capsys, when):
     monkeypatch.setattr(gpu_report, "WORK", tmp_path / "work")
@@ -463,7 +499,7 @@ def test_the_report_is_written_after_each_step(tmp_path):
     steps = [python_step("build", ""), python_step("next", "")]
 
     def keep(records) -> None:
-        gpu_report.write(folder, FACTS, 60.0, time.monotonic(), [], records)
+        gpu_report.write(folder, FACTS, 60.0, time.monotonic(), [], records, tmp_path)
         counts.append(len(json.loads((folder / "report.json").read_text())["steps"]))
         assert f"| {records[-1]['name']} | ok |" in (folder / "table.md").read_text()
         with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
@@ -474,13 +510,25 @@ def test_the_report_is_written_after_each_step(tmp_path):
     assert counts == [1, 2]
 
 
+def test_figures_in_an_unknown_form_cost_the_table_alone(tmp_path, capsys):
+    folder = tmp_path / "device"
+    folder.mkdir()
+    (folder / "bench-norm.json").write_text('{"machine": {}}')
+    records = [{"name": "build", "result": "ok", "detail": "", "seconds": 1.0}]
+    table, written = gpu_report.write(folder, FACTS, 60.0, 0.0, [], records, tmp_path)
+    assert not written and "There is no table: KeyError('ceilings')" in table
+    assert "there is no table: KeyError('ceilings')" in capsys.readouterr().err
+    with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
+        assert {"bench-norm.json", "report.json", "table.md"} == set(archive.getnames())
+
+
 # ---- half an hour in three calls -----------------------------------------------------------------
 
 
 def test_three_calls_run_every_step_once(tmp_path):
     """Those of CONTRIBUTING.md; each fits ten minutes by the least times of its steps."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    calls = [shlex.split(of) for of in re.findall(r'--out FOLDER --only ([^"]+)"', text)]
+    calls = [shlex.split(of) for of in re.findall(r'--archive FOLDER --only ([^"]+)"', text)]
     build, *steps = gpu_report.plan(FACTS, TOOLS, tmp_path)
     of_call = [[s for s in steps if any(fnmatchcase(s.name, o) for o in only)] for only in calls]
     assert len(calls) == 3
