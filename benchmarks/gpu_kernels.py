@@ -47,6 +47,7 @@ METRICS = {
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "sm_mhz": "smsp__cycles_elapsed.avg.per_second",
 }
+UNKNOWN = "Failed to find metric"
 NO_COUNTERS = "ERR_NVGPUCTRPERM"  # the driver lets only administrators read the counters
 PROFILED = re.compile(r'==PROF== Profiling ".*" - (\d+)')  # printed at the launch; the row's ID
 Call = Callable[[], object]
@@ -78,7 +79,7 @@ def figures_of(
 
     code, errors = gpu_load.run(words, sensors, keep)
     print(errors, end="", file=sys.stderr)
-    return code, found
+    return 1 if code is None else code, found
 
 
 # ---- the calls -----------------------------------------------------------------------------------
@@ -249,9 +250,11 @@ def looked_at(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_end(mark)
 
 
-def profile_command(ncu: str, device: str, scale: int) -> list[str]:
+def profile_command(
+    ncu: str, device: str, scale: int, metrics: Iterable[str] = METRICS.values()
+) -> list[str]:
     words = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--nvtx"]
-    words += ["--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values())]
+    words += ["--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics)]
     words += ["--kernel-name", "regex:attention_|norm_|optimizer_"]
     return [*words, sys.executable, __file__, "calls", "--device", device, "--scale", str(scale)]
 
@@ -291,6 +294,39 @@ def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
         rows.append(row)
         say(f"figure profile, {call}, {row['kernel']}: {_shares(row)}")
     return rows
+
+
+def profiled(
+    ncu: str, device: str, scale: int, say: Callable[[str], object]
+) -> tuple[list[dict], int, list[str]]:
+    """(rows, exit code, output) of Nsight Compute. It profiles nothing if it does not know one of
+    the metrics; then it runs once more without that one."""
+    metrics = list(METRICS.values())
+    while True:
+        words = profile_command(ncu, device, scale, metrics)
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        printed: list[str] = []
+
+        def lines(process=process, printed=printed) -> Iterable[str]:
+            for line in process.stdout:
+                printed.append(line)
+                yield line
+
+        rows = profile(lines(), say)
+        code = process.wait()
+        unknown = [metric for metric in metrics if _is_unknown(metric, printed)]
+        if rows or not unknown or len(unknown) == len(metrics):
+            return rows, code, printed
+        say(f"figure profile: without {', '.join(unknown)}, which ncu does not know")
+        metrics = [metric for metric in metrics if metric not in unknown]
+
+
+def _is_unknown(metric: str, printed: Iterable[str]) -> bool:
+    """It is named itself, or by a regular expression for all that begin as it does."""
+    named = (line.replace("\\", "") for line in printed if UNKNOWN in line)
+    return any(metric in text or f"^{metric.partition('.')[0]}.(" in text for text in named)
 
 
 def _shares(row: dict) -> str:
@@ -341,19 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 rows = split(args.device, args.scale, say, sensors)
     else:
-        words = profile_command(args.ncu, args.device, args.scale)
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        printed: list[str] = []
-
-        def lines() -> Iterable[str]:
-            for line in process.stdout:
-                printed.append(line)
-                yield line
-
-        rows = profile(lines(), say)
-        if process.wait() or not rows:
+        rows, code, printed = profiled(args.ncu, args.device, args.scale, say)
+        if code or not rows:
             print("".join(printed[-20:]), end="", file=sys.stderr)
             if any(NO_COUNTERS in line for line in printed):
                 return 3

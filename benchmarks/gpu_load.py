@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,17 +38,24 @@ def with_load(line: str, load: Any) -> str:
     return ", ".join(filter(None, [line, str(load)]))
 
 
-def run(words: Sequence, of: Any, say: Callable[[str, Any], object]) -> tuple[int, str]:
+def run(
+    words: Sequence, of: Any, say: Callable[[str, Any], object], seconds: float = 60.0
+) -> tuple[int | None, str]:
     """Runs a program that measures for BUSY seconds before it prints a figure.
 
     `say` gets each figure as it is printed, and the Load of these seconds. Returns the exit code,
-    and what the program wrote to stderr.
+    None if the program did not end in time, and what it wrote to stderr.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True)
+        ending = threading.Timer(seconds, process.kill)
+        ending.daemon = True
+        ending.start()
         for line in process.stdout:
             if line.startswith("figure "):
                 say(line.rstrip(), load_now(of))
         code = process.wait()
+        in_time = ending.is_alive()
+        ending.cancel()
         errors.seek(0)
-        return code, errors.read()
+        return code if in_time else None, errors.read()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+NSIGHT = Path("/opt/nvidia/nsight-compute")  # a folder for each version, in which is ncu
 PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
 
 PROBE = """
@@ -63,6 +64,7 @@ def find_tool(name: str, environment: Mapping[str, str]) -> str:
     homes = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [environment.get("PATH", "")]
     folders += [os.path.join(home, sub) for home in homes if home for sub in ("bin", name)]
+    folders += sorted(map(str, NSIGHT.glob("*")), reverse=True)
     return shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 

@@ -114,8 +114,8 @@ void sweep(const char* name, const char* path) {
 
 int main(int argc, char** argv) {
   int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::fprintf(stderr, "gpu_sweep: there is no device\n");
+  if (const auto error = cudaGetDeviceCount(&devices); error != cudaSuccess || devices == 0) {
+    std::fprintf(stderr, "gpu_sweep: no device: %s\n", cudaGetErrorString(error));
     return 2;
   }
   if (argc != 3) return 1;

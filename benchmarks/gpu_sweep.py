@@ -32,6 +32,7 @@ TABLE = SOURCES / "table.h"
 ROUNDING = 2**-6  # of the largest result: bfloat16 keeps 8 bits
 TILE = "{{.queries = {}, .keys = {}, .warps = {}}}"
 NO_DEVICE = 2
+SECONDS = 20  # of a program, which takes one or two; a candidate may wait for ever
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,13 @@ def run_case(case: Case, programs: Sequence[tuple[Path, str]], say: Callable, se
         file = program.with_suffix(".values")
         printed: list[tuple[str, Any]] = []
         code, errors = gpu_load.run(
-            [program, candidate, file], sensors, lambda *both, to=printed: to.append(both)
+            [program, candidate, file], sensors, lambda *both, to=printed: to.append(both), SECONDS
         )
         if code == NO_DEVICE:
             raise SystemExit(errors.strip())
+        if code is None:
+            wrong[candidate] = f"did not end within {SECONDS} s"
+            continue
         if code:
             wrong[candidate] = errors.strip() or f"exit code {code}"
             continue

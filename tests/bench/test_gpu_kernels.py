@@ -192,6 +192,28 @@ def test_a_metric_that_a_device_does_not_have():
     assert row["tensor"] is None and row["lsu"] == 30
 
 
+@pytest.mark.parametrize("form", ["regex:^{}$", "regex:^{}(avg|sum)$", "{}"])
+def test_a_metric_that_nsight_compute_does_not_know(tmp_path, capsys, form):
+    """It then profiles nothing; without that metric it does."""
+    unknown, other = gpu_kernels.METRICS["lsu"], gpu_kernels.METRICS["tensor"]
+    name = unknown.partition(".")[0] + "." if "(" in form else unknown
+    said = f"==ERROR== Failed to find metric {form.format(name)}".replace(".", "\\.")
+    knows = ncu(tmp_path, HEADER, UNITS, row_of(0, MANGLED, *VALUES))
+    knows.rename(tmp_path / "knows")
+    program = tmp_path / "ncu"
+    program.write_text(
+        f"#!/bin/sh\ncase \"$*\" in *{unknown}*) echo '{said}'; exit 1;; esac\n"
+        f'exec {tmp_path / "knows"} "$@"\n'
+    )
+    program.chmod(0o755)
+    assert gpu_kernels.main(["profile", "--ncu", str(program), *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert f"figure profile: without {unknown}, which ncu does not know\n" in said
+    options = json.loads((tmp_path / "options").read_text())
+    metrics = options[options.index("--metrics") + 1].split(",")
+    assert other in metrics and len(metrics) == len(gpu_kernels.METRICS) - 1
+
+
 @pytest.mark.parametrize(
     "said, code, expected",
     [
@@ -233,7 +255,7 @@ def test_ceilings_without_a_device_say_so(capfd, tmp_path):
         pytest.skip("there is no nvcc")
     words = ["--nvcc", program, "--arch", "90", "--json", str(tmp_path / "json")]
     assert gpu_kernels.main(["ceilings", *words]) == 2
-    assert capfd.readouterr().err.endswith("gpu_ceilings: there is no device\n")
+    assert capfd.readouterr().err.startswith("gpu_ceilings: no device: ")
 
 
 def test_ceilings_have_clock_and_power(tmp_path, smi, monkeypatch, capsys):

@@ -45,7 +45,7 @@ def test_facts_of_a_device(tmp_path, monkeypatch):
         gpu_machine.facts_of_device()
 
 
-def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path):
+def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path, monkeypatch):
     def program(*parts: str) -> str:
         file = tmp_path.joinpath(*parts)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,9 @@ def test_tools_are_found_on_the_path_or_in_the_toolkit(tmp_path):
     assert gpu_machine.find_tool("some-tool", cuda) == in_toolkit
     assert gpu_machine.find_tool("other-tool", cuda | path) == in_bin
     assert gpu_machine.find_tool("no-such-tool", cuda | path) == ""
+    of_nsight = [program("nsight", version, "ncu") for version in ("2024.1.0", "2025.3.1")]
+    monkeypatch.setattr(gpu_machine, "NSIGHT", tmp_path / "nsight")
+    assert gpu_machine.find_tool("ncu", path) == of_nsight[1]
 
 
 def test_no_nvcc_or_package_is_one_line(monkeypatch):

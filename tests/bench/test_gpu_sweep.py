@@ -47,7 +47,7 @@ def test_without_a_device_a_program_says_so(tmp_path, capsys, monkeypatch):
         pytest.skip("there is no nvcc")
     monkeypatch.setattr(gpu_sweep, "CASES", (gpu_sweep.Case(*CASE_OF_ONE),))
     assert gpu_sweep.main(["--nvcc", nvcc, "--arch", "90"]) == 2
-    assert capsys.readouterr().err == "gpu_sweep: there is no device\n"
+    assert capsys.readouterr().err.startswith("gpu_sweep: no device: ")
 
 
 CASE_OF_ONE = (CASE.name, CASE.bucket, CASE.line, CASE.candidates[:1])
@@ -71,7 +71,7 @@ class Sensors:
 
 
 @pytest.fixture
-def program(tmp_path):
+def program(tmp_path, monkeypatch):
     """Makes a program that prints these times and leaves these values."""
 
     def make(name: str, times: tuple[float, float], *values: float, code: int = 0):
@@ -85,6 +85,7 @@ def program(tmp_path):
         file.chmod(0o755)
         return file, ""
 
+    monkeypatch.setattr(gpu_sweep, "SECONDS", 1)
     return make
 
 
@@ -117,16 +118,20 @@ def test_the_best_of_a_case_and_the_line_to_change(program):
 
 
 def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):
-    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, CASE.candidates[:4])
+    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, CASE.candidates[:5])
+    waits = program("waits", (10.0, 6.0), 1.0, -0.5)
+    waits[0].write_text("#!/bin/sh\nexec sleep 60\n")
     programs = [
         program("first", (100.0, 60.0), 1.0, -0.5),
         program("wrong", (10.0, 6.0), 1.0, -0.4),
         program("fails", (10.0, 6.0), 1.0, -0.5, code=1),
+        waits,
         (tmp_path / "none", "error: no such tile"),
     ]
     row = gpu_sweep.run_case(case, programs, lambda line: None, Sensors())
     assert row["microseconds"].keys() == row["load"].keys() == {FIRST}
-    reasons = ("other results than the first", "exit code 1", "error: no such tile")
+    reasons = ("other results than the first", "exit code 1", "did not end within 1 s")
+    reasons += ("error: no such tile",)
     assert row["left_out"] == dict(zip(case.candidates[1:], reasons, strict=True))
 
 
