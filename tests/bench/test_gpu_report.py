@@ -84,6 +84,7 @@ def test_plan(tmp_path):
     assert "--no-build-isolation --no-deps --no-index" in words["build"]
     assert f"--target {gpu_report.SITE}" in words["build"]
     assert "cmake.define.ONEPASS_CUDA=ON" in words["build"]
+    assert "cmake.define.ONEPASS_CPU_LEVELS=baseline" in words["build"]
     assert "cmake.define.ONEPASS_CUDA_ARCHS=90" in words["build"]
     assert "torch-2-11-0-cu130-sm90" in words["build"]
     assert "bench norm dropout gate group_norm loss --device cuda" in words["bench norm"]
