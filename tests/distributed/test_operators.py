@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from onepass import functional, numerics
+from onepass._ops import placement
+from onepass.distributed import tensors
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import RankError, distributed, run
 
@@ -525,3 +528,35 @@ def body_of_sizes():
 def test_refusals(body, message):
     with pytest.raises(RankError, match=message):
         run(2, body)
+
+
+def entry(input, weight, bias=None, *, eps=1e-5, options=()):
+    """Parameters of every kind that entries have."""
+
+
+entry.parameters = placement._parameters(entry)
+
+
+@pytest.mark.parametrize(
+    "args, kwargs",
+    [
+        ((1,), {}),
+        ((1, 2, 3, 4), {}),
+        ((1, 2), {"weight": 3}),
+        ((1, 2), {"width": 3}),
+        ((1,), {"width": 3}),
+    ],
+)
+def test_wrong_arguments_are_named_as_by_inspect(args, kwargs):
+    with pytest.raises(TypeError) as expected:
+        inspect.signature(entry).bind(*args, **kwargs)
+    with pytest.raises(TypeError) as error:
+        tensors._given(entry, args, kwargs)
+    assert str(error.value) == str(expected.value)
+
+
+def test_arguments_are_named_in_the_order_of_the_signature():
+    found = tensors._given(entry, (1,), {"options": {"a": 1}, "weight": 2})
+    assert list(found.items()) == [
+        ("input", 1), ("weight", 2), ("bias", None), ("eps", 1e-5), ("options", {"a": 1})
+    ]  # fmt: skip

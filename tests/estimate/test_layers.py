@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from onepass.estimate import layers, optimizers, step
 from onepass.estimate.subject import Subject, made
-from onepass.estimate.survey import Settings, Surveyor
+from onepass.estimate.survey import DTYPES, Settings, Surveyor
 
 LAYERS = layers.LEAST
 SIZES = {
@@ -113,7 +115,7 @@ def test_a_survey_is_that_of_whole_models(monkeypatch):
 
 
 def test_few_runs_are_of_the_whole_model(monkeypatch):
-    """One; the others have up to five layers."""
+    """As it is, with all changes, in bfloat16, with autocast; the others have up to five layers."""
     counts = []
     run = step.run
 
@@ -123,7 +125,7 @@ def test_few_runs_are_of_the_whole_model(monkeypatch):
 
     monkeypatch.setattr(step, "run", counted)
     surveyed(Subject(Model(), BATCH))
-    assert counts.count(LAYERS) == 1 and len(counts) > 20
+    assert counts.count(LAYERS) == 4 and len(counts) > 20
     assert set(counts) == {LAYERS, *layers.COUNTS}
 
 
@@ -180,13 +182,120 @@ def test_few_layers_several_lists_and_real_data_are_run_whole():
             layers.Series(given)
 
 
-def test_a_model_for_all_its_layers_alone():
-    class Fixed(Model):
+class ForAllLayers(Model):
+    """Fails with fewer."""
+
+    def __init__(self, fail):
+        super().__init__()
+        self.fail = fail
+
+    def forward(self, x):
+        self.fail(self.layers)
+        return super().forward(x)
+
+
+def assert_all_are_there(found):
+    assert len(found) == LAYERS
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [lambda found: found[LAYERS - 1], assert_all_are_there],
+    ids=["index", "assertion"],
+)
+def test_a_model_for_all_its_layers_alone(fail):
+    assert first_step(ForAllLayers(fail))[0]._series is None
+
+
+class Switched(Model):
+    """With a switch of its own: `recompute` takes (layer, its number, all layers, x)."""
+
+    supports_gradient_checkpointing = True
+    on = False
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.recompute = recompute
+
+    def gradient_checkpointing_enable(self, _):
+        self.on = True
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = self.recompute(layer, number, self.layers, x) if self.on else layer(x)
+        return x
+
+
+def recompute(layer, x):
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+def first_half(layer, number, found, x):
+    return recompute(layer, x) if number < LAYERS // 2 else layer(x)
+
+
+def of_all_layers(layer, number, found, x):
+    assert_all_are_there(found)
+    return recompute(layer, x)
+
+
+class Upcast(Block):
+    """From its eighth on a layer computes in float32."""
+
+    number = 0
+
+    def forward(self, x):
+        y = self.project(self.norm(x))
+        return x + torch.tanh(y.float() if self.number > 7 else y).to(x.dtype)
+
+
+def with_upcasts():
+    model = Model()
+    model.layers = nn.ModuleList(Upcast(32) for _ in range(LAYERS))
+    for number, layer in enumerate(model.layers):
+        layer.number = number
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "options"),
+    [
+        (lambda: Switched(first_half), "as given", {"checkpointing": True}),
+        (lambda: Switched(of_all_layers), "as given", {"checkpointing": True}),
+        (with_upcasts, "bfloat16", {}),
+        pytest.param(with_upcasts, "autocast", {}, marks=pytest.mark.slow),
+    ],
+    ids=["half are recomputed", "an assertion", "in bfloat16", "under autocast"],
+)
+def test_a_layer_that_is_treated_in_another_way_under_a_change(make, dtype, options):
+    """The first run does not tell: each change is shown by a run of the whole model."""
+    surveyor, _ = first_step(make())
+    assert surveyor._series is not None
+    found = surveyor._step(dtype, step.Options(**options))
+    cast, autocast = DTYPES[dtype]
+    asked = step.Options(dtype=cast, autocast=autocast, **options)
+    assert dataclasses.replace(found, updates={}) == step.run(surveyor.subject, asked, {})
+
+
+def test_a_layer_with_temporary_memory_below_the_peak():
+    """It would be the peak of another step: all events are compared."""
+
+    class Busy(Block):
+        number = 0
+
         def forward(self, x):
-            self.layers[LAYERS - 1]  # an error if it has fewer
+            if self.number == 7:
+                torch.ones(8, 16, 10 * 32)
             return super().forward(x)
 
-    assert first_step(Fixed())[0]._series is None
+    model = Model()
+    model.layers = nn.ModuleList(Busy(32) for _ in range(LAYERS))
+    plain, found = first_step(model)
+    assert plain._series is not None
+    for number, layer in enumerate(model.layers):
+        layer.number = number
+    surveyor, busy = first_step(model)
+    assert surveyor._series is None and busy == found
 
 
 def test_a_peak_between_the_first_layers_and_the_last_is_found():

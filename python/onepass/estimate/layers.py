@@ -8,7 +8,8 @@ layer must be among both, so that the events of the layers between lie on the li
 other, and the peak is among those counted from the start or from the end.
 
 What three short models cannot show, as a layer that is treated in another way by its number, a run
-of the whole model must: :class:`Series` is asked only after that (:mod:`onepass.estimate.survey`).
+of the whole model must: :class:`Expected` compares each of its events. A layer may be treated so
+under some changes alone, as checkpointing: :mod:`onepass.estimate.survey` asks for each of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from onepass.estimate.timeline import Peak
 
 COUNTS = (2, 3, 4, 5)  # layers of the short models: the first three, or the last
 LEAST = 12  # layers for which the short models together are less work
+Event = tuple[str, dict[str, int]]  # the operator, and the bytes alive by phase
 
 
 class NotAlike(Exception):
@@ -56,6 +58,14 @@ class Series:
         Raises:
             NotAlike: the short models are not alike.
         """
+        return self.expected(options).step
+
+    def expected(self, options: step.Options) -> Expected:
+        """The same, with its events.
+
+        Raises:
+            NotAlike: the short models are not alike.
+        """
         runs = [self._run(number, options) for number in range(3)]
         try:
             return self._extended(COUNTS[:3], runs)
@@ -69,25 +79,81 @@ class Series:
 
     def _extended(
         self, counts: tuple[int, ...], runs: list[tuple[step.Step, step.Trace]]
-    ) -> step.Step:
+    ) -> Expected:
         steps, traces = zip(*runs, strict=True)
         line = _Line(self.count - counts[0])
         kept = line.kept([trace.kept for trace in traces])
         numbers = ("parameter_count", "parameters", "others", "gradients", "saved")
         found = {name: line(*(getattr(s, name) for s in steps)) for name in numbers}
-        peaks = {
-            phase: line.peak([trace.events[phase] for trace in traces])
+        ends = {
+            phase: line.ends([trace.events[phase] for trace in traces])
             for phase in (step.FORWARD, step.BACKWARD)
         }
         kinds = {kind: None for s in steps for kind in s.swapped}
         swapped = {kind: line(*(s.swapped[kind] for s in steps)) for kind in kinds}
-        return replace(
+        result = replace(
             steps[-1],
             **found,
-            **peaks,
+            **{phase: of_phase.peak for phase, of_phase in ends.items()},
             kept=step.largest_first(kept),
             activations=sum(item.nbytes for item in kept),
             swapped=Counter(swapped),
+        )
+        return Expected(result, ends)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A step of the whole model, from the short ones."""
+
+    step: step.Step
+    ends: dict[str, _Ends]  # by phase
+
+    def agrees(self, found: step.Step, trace: step.Trace) -> bool:
+        """Whether a run of the whole model had this result, and these events."""
+        return self.step == replace(found, updates={}) and all(
+            ends.are_of(trace.events[phase]) for phase, ends in self.ends.items()
+        )
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The events of a phase that short models tell, for all layers."""
+
+    start: list[Peak]
+    end: list[Peak]  # the last event first
+    of_a_layer: int  # events that a layer more brings
+    count: int  # of all events
+
+    @property
+    def peak(self) -> Peak:
+        """The first event with the most bytes."""
+        return max(self.start + self.end[::-1], key=lambda peak: peak.total)
+
+    def are_of(self, events: list[Event]) -> bool:
+        """Whether they are the ends of these events, and those between lie on lines."""
+        if len(events) != self.count:
+            return False
+        found = [Peak(sum(parts.values()), parts, at) for at, parts in events]
+        if found[: len(self.start)] != self.start:
+            return False
+        if found[::-1][: len(self.end)] != self.end:
+            return False
+        between = range(len(self.start), len(events) - len(self.end))
+        return all(self._on_a_line(events, number) for number in between)
+
+    def _on_a_line(self, events: list[Event], number: int) -> bool:
+        """Whether an event lies in the middle of those a layer before and after it."""
+        before, after = number - self.of_a_layer, number + self.of_a_layer
+        if before < 0 or after >= len(events):
+            return False
+        (at, parts), (at_before, first), (at_after, last) = (
+            events[place] for place in (number, before, after)
+        )
+        return (
+            at == at_before == at_after
+            and parts.keys() == first.keys() == last.keys()
+            and all(2 * parts[key] == first[key] + last[key] for key in parts)
         )
 
 
@@ -115,16 +181,15 @@ class _Line:
             for of_each in zip(*lists, strict=True)
         ]
 
-    def peak(self, events: list[list[tuple[str, dict[str, int]]]]) -> Peak:
-        """The first event with the most bytes."""
+    def ends(self, events: list[list[Event]]) -> _Ends:
         of_a_layer = len(events[1]) - len(events[0])
         if of_a_layer <= 0 or len(events[2]) - len(events[1]) != of_a_layer:
             raise NotAlike("a layer more is not always as many operators")
-        from_start = self._lines(zip(*events, strict=False))
-        from_end = self._lines(zip(*map(reversed, events), strict=False))
-        if len(from_start) + len(from_end) < len(events[0]) + of_a_layer:
+        start = self._lines(zip(*events, strict=False))
+        end = self._lines(zip(*map(reversed, events), strict=False))
+        if len(start) + len(end) < len(events[0]) + of_a_layer:
             raise NotAlike("the first layers are not like the last ones")
-        return max(from_start + from_end[::-1], key=lambda peak: peak.total)
+        return _Ends(start, end, of_a_layer, len(events[0]) + self.more * of_a_layer)
 
     def _lines(self, events) -> list[Peak]:
         """The events for all layers, as far as they are alike."""

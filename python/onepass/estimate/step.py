@@ -113,7 +113,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """What a run saw, beside its result."""
+    """What a run saw in its forward and backward, beside its result."""
 
     events: dict[str, list[tuple[str, dict[str, int]]]] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)  # in the order of the forward
@@ -178,6 +178,7 @@ def _run(subject, model, batch, options, makes, swapped, trace) -> Step:
         timeline.enter(BACKWARD)
         loss.backward()
         del loss
+        timeline.events = None
         timeline.number_read = 1.0 if subject.fake else None
         for hook in hooks:
             hook.remove()

@@ -10,7 +10,7 @@ import torch
 
 from onepass.compare.errors import BadInput
 from onepass.estimate import optimizers, step
-from onepass.estimate.layers import NotAlike, Series
+from onepass.estimate.layers import Series
 from onepass.estimate.step import Options, Step, Update
 from onepass.estimate.subject import Subject
 from onepass.swapping.matchers import KINDS
@@ -109,6 +109,7 @@ class Surveyor:
         self._updates: dict[torch.dtype | None, dict[str, Update]] = {}  # by parameters' dtype
         self._steps: dict[Options, Step] = {}
         self._series: Series | None = None
+        self._shown: set[object] = set()  # changes that a run of the whole model had
         given = {tensor.dtype for tensor in subject.floating()}
         self._given = given if len(given) == 1 else set()
 
@@ -122,20 +123,24 @@ class Surveyor:
         if settings.optimizer not in known:
             names = ", ".join(known)
             raise BadInput(f"--optimizer must be one of {names}, got {settings.optimizer!r}")
-        steps, left_out = {}, {}
-        for variant in VARIANTS:
+        found, left_out = {}, {}
+        # After the first the one with all changes: one run of the whole model then shows them.
+        for variant in (STOCK, *reversed(VARIANTS[1:])):
             try:
-                steps[variant] = self._step(settings.dtype, self._options(variant))
+                found[variant] = self._step(settings.dtype, self._options(variant))
             except BadInput as error:
                 if not variant.endswith(CHECKPOINTED):
                     raise
                 left_out[variant] = str(error)
+        steps = {variant: found[variant] for variant in VARIANTS if variant in found}
+        left_out = {variant: left_out[variant] for variant in VARIANTS if variant in left_out}
         rows = steps[STOCK].rows
         dtypes = {}
         for dtype in [name for name in DTYPES if name != "as given"]:
-            dtypes[dtype] = {
-                variant: self._step(dtype, self._options(variant)) for variant in (STOCK, SWAPPED)
+            found = {
+                variant: self._step(dtype, self._options(variant)) for variant in (SWAPPED, STOCK)
             }
+            dtypes[dtype] = {variant: found[variant] for variant in (STOCK, SWAPPED)}
         fits = {}
         if settings.memory is not None and rows:
             fits = {variant: self._largest(self._options(variant), rows) for variant in steps}
@@ -170,28 +175,25 @@ class Surveyor:
         return found
 
     def _run_once(self, options: Options, makes: dict[str, optimizers.Make]) -> Step:
-        """From models with a few of the layers, if that has given the first step as it is."""
-        if not self._steps:
-            found = step.run(self.subject, options, makes)
-            self._series = self._series_for(options, found)
-            return found
-        if self._series:
+        """From models with a few of the layers, if runs of the whole model were alike: one as it
+        is, and one with each change."""
+        changes, series, expected = _changes(options), self._series, None
+        if series or not self._steps:
             try:
-                found = self._series.step(options)
-            except (NotAlike, BadInput, RuntimeError):
+                series = series or Series(self.subject)
+                # Before the whole model: what swapped modules try once is not among its events.
+                expected = series.expected(options)
+            except Exception:  # of any class: it is the code of a model for all its layers
                 pass  # the whole model says what it is
-            else:
-                updates = step.updates(self.subject, options.dtype, makes) if makes else {}
-                return dataclasses.replace(found, updates=updates)
-        return step.run(self.subject, options, makes)
-
-    def _series_for(self, options: Options, found: Step) -> Series | None:
-        try:
-            series = Series(self.subject)
-            is_same = series.step(options) == dataclasses.replace(found, updates={})
-        except (NotAlike, BadInput, RuntimeError, IndexError):  # a model of so many layers alone
-            return None
-        return series if is_same else None
+        if expected and changes <= self._shown and self._steps:
+            updates = step.updates(self.subject, options.dtype, makes) if makes else {}
+            return dataclasses.replace(expected.step, updates=updates)
+        trace = step.Trace()
+        found = step.run(self.subject, options, makes, trace if expected else None)
+        if expected:
+            self._series = series if expected.agrees(found, trace) else None
+            self._shown |= changes
+        return found
 
     def _levers(self, steps: dict[str, Step], rows: int | None) -> list[Lever]:
         """Each change alone, and then together."""
@@ -262,6 +264,14 @@ class Surveyor:
             return largest(peak, rows, self.settings.memory)
         except (BadInput, RuntimeError):  # a model for one size of batch
             return None
+
+
+def _changes(options: Options) -> set[object]:
+    """Those under which a model may treat one of its layers in another way."""
+    found: set[object] = {options.dtype} - {None}
+    if options.kinds is None or options.kinds:
+        found.add("swap")
+    return found | {name for name in ("autocast", "checkpointing") if getattr(options, name)}
 
 
 def largest(peak: Callable[[int], int], rows: int, memory: int) -> int:
