@@ -13,6 +13,7 @@ the machine; times do, and need a quiet one.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -140,6 +141,8 @@ def main() -> None:
         for lr in args.rates:
             runs = [show_training(name, lr, seed, args.steps) for seed in range(args.seeds)]
             mean = Run(*(sum(values) / len(runs) for values in zip(*runs, strict=True)))
+            if math.isnan(mean.held_out):
+                mean = mean._replace(held_out=math.inf)  # which can be compared
             best[name] = min(best.get(name, (mean, lr)), (mean, lr))
     if args.equal_time:
         (adamw, lr), (best_muon, _) = best["adamw"], best["muon"]
