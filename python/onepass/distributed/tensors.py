@@ -147,7 +147,7 @@ def _given(function: Callable, args: tuple, kwargs: dict) -> dict[str, object]:
     positional, defaults = function.parameters
     given = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
     is_missing = any(value is _NEEDED for value in given.values())
-    is_twice = not kwargs.keys().isdisjoint(positional[: len(args)])
+    is_twice = any(name in kwargs for name in positional[: len(args)])
     if is_missing or is_twice or len(args) > len(positional) or len(given) > len(defaults):
         inspect.signature(function).bind(*args, **kwargs)  # says what is wrong
     if "options" in given:
