@@ -69,7 +69,7 @@ SHOWN = 4  # sequences whose text is printed
 TABLE_WIDTH = 160
 READ = "read"  # the variant that only reads memory, beside WAYS
 PARTS = {  # of a token's time: operators that do not call each other
-    "linear layers": ("aten::linear", "onepass::linear"),
+    "linear layers": ("aten::linear", "onepass::linear_forward"),
     "attention": ("aten::scaled_dot_product_attention", "onepass::attention_decode_append"),
 }
 

@@ -92,6 +92,9 @@ def test_bfloat16(generate, capsys, monkeypatch):
     assert generate.main(flags) == 0
     output = capsys.readouterr().out
     assert "Same: the logits of 4 x 16 bytes of either GPT, as far as bfloat16 goes" in output
+    for name in sum(generate.PARTS.values(), ()):  # where the time goes, by operators that exist
+        namespace, _, operator = name.partition("::")
+        assert hasattr(getattr(torch.ops, namespace), operator)
     caches = 2 * 2 * 4 * 64 * 32 * 2  # as above, two bytes each
     assert len(re.findall(f"large .* {caches:,} *$", output, re.M)) == 4
 
