@@ -10,13 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it is run as a script
 import gpu_machine
 
-FACTS = {
-    "gpu": "NVIDIA H100 80GB HBM3",
-    "capability": 90,
-    "torch": "2.11.0+cu130",
-    "cuda": "13.0",
-    "commit": "0123456789ab",
-}
+from tests.bench.machines import FACTS
 
 
 def test_torch_that_is_missing_or_broken(tmp_path, monkeypatch):

@@ -18,15 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.machines import FACTS
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_report.py"
-FACTS = {
-    "gpu": "NVIDIA H100 80GB HBM3",
-    "capability": 90,
-    "torch": "2.11.0+cu130",
-    "cuda": "13.0",
-    "commit": "0123456789ab",
-}
 TOOLS = {name: f"/usr/bin/{name}" for name in ("nvcc", "compute-sanitizer", "ncu")}
 
 

@@ -82,7 +82,7 @@ BATCH = torch.randn(8, 16, 32)
 def test_a_step_is_that_of_the_whole_model(name, options):
     given = subject(name)
     asked = step.Options(**OPTIONS[options])
-    assert layers.Series(given).step(asked) == step.run(given, asked, {})
+    assert layers.Series(given).expected(asked).step == step.run(given, asked, {})
 
 
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
@@ -303,6 +303,6 @@ def test_a_peak_between_the_first_layers_and_the_last_is_found():
     series = layers.Series(Subject(Model(), BATCH))
     for options in ({}, {"rows": 1}, {"rows": 1000}):
         asked = step.Options(**options)
-        found, whole = series.step(asked), step.run(series.whole, asked, {})
+        found, whole = series.expected(asked).step, step.run(series.whole, asked, {})
         assert (found.forward, found.backward) == (whole.forward, whole.backward)
         assert found == whole

@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 import onepass.integrations.transformers as integration
@@ -18,6 +17,7 @@ from onepass._ops import small_calls
 from onepass.integrations.transformers import losses, models
 from onepass.swapping.reasons import Reason
 from tests.support import fresh
+from tests.support.largest import Largest
 from tests.swap.lazy_logits_cases import (
     VOCABULARY,
     LazyLogits,
@@ -80,24 +80,15 @@ def test_a_step_makes_no_logits(name):
     integration.attach(model, lazy_logits=True)
     peaks = []
     for each in (model, stock):
-        with _Largest() as largest:
+        with Largest(_is_made) as largest:
             each(**batch).loss.backward()
         peaks.append(largest.elements)
     assert peaks[1] >= 4 * 199 * VOCABULARY  # stock's logits
     assert peaks[0] <= peaks[1] // 2, peaks
 
 
-class _Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor) and not isinstance(x, LazyLogits):
-                self.elements = max(self.elements, x.numel())
-        return result
+def _is_made(x: torch.Tensor) -> bool:
+    return not isinstance(x, LazyLogits)
 
 
 def test_verify_compares_with_the_loss_from_before(monkeypatch):

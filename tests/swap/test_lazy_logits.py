@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
 from onepass._ops import small_calls
 from onepass.swapping.reasons import Reason
+from tests.support.largest import Largest
 from tests.swap.lazy_logits_cases import (
     MODELS,
     SIZES,
@@ -116,19 +116,8 @@ def test_swapped_whole():
     )
 
 
-class _Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor) and not isinstance(x, LazyLogits):
-                self.elements = max(self.elements, x.numel())
-        return result
+def _is_made(x: torch.Tensor) -> bool:
+    return not isinstance(x, LazyLogits)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
@@ -136,9 +125,9 @@ def test_a_step_makes_no_logits(name):
     model, stock = pair(name)
     batch = labelled(rows=4, length=200)
     logits = 4 * 200 * VOCABULARY
-    with _Largest() as ours:
+    with Largest(_is_made) as ours:
         model(**batch).loss.backward()
-    with _Largest() as theirs:
+    with Largest(_is_made) as theirs:
         stock(**batch).loss.backward()
     assert ours.elements < logits <= theirs.elements
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -21,6 +20,7 @@ from onepass import numerics
 from onepass._ops import dispatch_log, small_calls
 from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
+from tests.support.largest import Largest
 from tests.swap import linear_calls
 
 VOCABULARY, WIDTH = 600, 16
@@ -344,19 +344,8 @@ def test_the_arguments_of_a_causal_loss():
         numerics.assert_close(model(**given).loss, exact, stock(**given).loss, str(options))
 
 
-class _LargestFloat32(TorchDispatchMode):
-    """The elements of the largest float32 tensor that any operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor) and x.dtype is torch.float32:
-                self.elements = max(self.elements, x.numel())
-        return result
+def _is_float32(x: torch.Tensor) -> bool:
+    return x.dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "ModernBertForMaskedLM"])
@@ -364,10 +353,10 @@ def test_bfloat16_logits_are_never_copied_to_float32(name):
     model, batch = of_transformers(name).bfloat16(), labelled()
     stock, logits = copy.deepcopy(model), batch["input_ids"].numel() * VOCABULARY
     swap(model)
-    with _LargestFloat32() as ours:
+    with Largest(_is_float32) as ours:
         loss = model(**batch).loss
         loss.backward()
-    with _LargestFloat32() as theirs:
+    with Largest(_is_float32) as theirs:
         expected = stock(**batch).loss
         expected.backward()
     assert ours.elements < logits <= theirs.elements

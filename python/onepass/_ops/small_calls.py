@@ -77,9 +77,9 @@ LEAST_GATE = dict.fromkeys(_FLOATS, (1 << 18, 1 << 16))
 # Elements of an activation by its name in transformers, where torch has it in few passes (Xeon,
 # AVX-512). Exact gelu never gains.
 LEAST_ACTIVATION = {
-    "SiLU": (1 << 20, 1 << 18),
-    "GeluTanh": (1 << 14, 1 << 14),
-    "QuickGELU": (1 << 14, 1 << 14),
+    "SiLU": dict.fromkeys(_FLOATS, (1 << 20, 1 << 18)),
+    "GeluTanh": dict.fromkeys(_FLOATS, (1 << 14, 1 << 14)),
+    "QuickGELU": dict.fromkeys(_FLOATS, (1 << 14, 1 << 14)),
 }
 # Elements of query and key whose neighbouring columns are rotated and then stored half a head apart
 # (Zen 4, AVX-512): they are moved first. Other rotations gain at every size.
@@ -161,13 +161,7 @@ def group_norm_is_small(input: Tensor, num_groups: int, activated: bool = False)
         return True
     if not torch.compiler.is_compiling() and input.numel() == num_groups:
         return True  # which torch refuses
-    bound = _least(bounds, input, torch.is_grad_enabled())
-    if not bound or input.numel() >= bound:
-        return False
-    if dispatch_log.is_recording():
-        arguments = " x ".join(map(str, input.shape))
-        _tell("group_norm", arguments, input, f"fewer elements than {bound}")
-    return True
+    return _has_fewer_elements(bounds, input, "group_norm")
 
 
 def linear_is_small(input: Tensor, weight: Tensor) -> bool:
@@ -287,15 +281,8 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
 
 def activation_is_small(input: Tensor, name: str) -> bool:
     """Whether the activation of transformers with a layer's name takes less time; logged."""
-    bounds = LEAST_ACTIVATION.get(name, (0, 0))
-    bound = _least(dict.fromkeys(_FLOATS, bounds), input, torch.is_grad_enabled())
-    if not bound or input.numel() >= bound:
-        return False
-    if dispatch_log.is_recording():
-        arguments = " x ".join(map(str, input.shape))
-        reason = f"fewer elements than {bound}"
-        _tell(name, arguments, input, reason, "the activation's own forward")
-    return True
+    bounds = LEAST_ACTIVATION.get(name, {})
+    return _has_fewer_elements(bounds, input, name, "the activation's own forward")
 
 
 def rotary_is_small(inputs: list[Tensor], dtype: torch.dtype) -> bool:
@@ -318,13 +305,7 @@ def loss_is_small(input: Tensor) -> bool:
     """
     if is_dtensor(input):
         return False
-    bound = _least(LEAST_LOSS, input, torch.is_grad_enabled())
-    if not bound or input.numel() >= bound:
-        return False
-    if dispatch_log.is_recording():
-        arguments = " x ".join(map(str, input.shape))
-        _tell("cross_entropy", arguments, input, f"fewer logits than {bound}")
-    return True
+    return _has_fewer_elements(LEAST_LOSS, input, "cross_entropy")
 
 
 def loss_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
@@ -440,6 +421,19 @@ def _least(bounds: dict, input: Tensor, training: bool, dtype: torch.dtype | Non
         return 0
     bound = bounds.get(dtype or input.dtype, (0, 0))[not training]
     return bound * _threads()
+
+
+def _has_fewer_elements(
+    bounds: dict, input: Tensor, function: str, kernel: str | None = None
+) -> bool:
+    """Whether a call has fewer elements than the least that gains; logged."""
+    bound = _least(bounds, input, torch.is_grad_enabled())
+    if not bound or input.numel() >= bound:
+        return False
+    if dispatch_log.is_recording():
+        arguments = " x ".join(map(str, input.shape))
+        _tell(function, arguments, input, f"fewer elements than {bound}", kernel)
+    return True
 
 
 def _threads() -> int:

@@ -52,16 +52,8 @@ class Series:
             del short.get_submodule(name)[count:]
             self._subjects.append(Subject(short, subject.batch, subject.fake))
 
-    def step(self, options: step.Options) -> step.Step:
-        """What :func:`onepass.estimate.step.run` would find, without optimizers.
-
-        Raises:
-            NotAlike: the short models are not alike.
-        """
-        return self.expected(options).step
-
     def expected(self, options: step.Options) -> Expected:
-        """The same, with its events.
+        """What :func:`onepass.estimate.step.run` would find, without optimizers.
 
         Raises:
             NotAlike: the short models are not alike.

@@ -58,6 +58,7 @@ _LAZY_LOGITS = (
     "torch.autograd.grad of the loss are not to be had; they are made at once under torch.compile "
     "and in calls where they take no more memory"
 )
+NOTHING = "nothing in this model can be swapped"
 _NO_LAZY_LOGITS = (
     "lazy_logits changes nothing here: it is for models of transformers that hand the output of "
     "their head to self.loss_function"
@@ -95,7 +96,7 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
         notes.append(f"{len(report._earlier)} of the swapped modules had been swapped before")
     root = wrapper(model)
     if not report.swapped and root and any(e["reason"].kind is root.kind for e in report.skipped):
-        notes.append(f"nothing in this model can be swapped: its root {root}")
+        notes.append(f"{NOTHING}: its root {root}")
     kinds = {kind for change in plan.classes for kind in change.cls._onepass_to}
     if "dropout" in kinds:
         notes.append(_RANDOM_STREAMS)

@@ -135,7 +135,8 @@ class ForCausalLMLoss(nn.Module):
 
 
 class SiLU(nn.Module):
-    """transformers' activation of that name; so are the next three."""
+    """transformers' activation of that name; so are the next three. Each has a forward of its own:
+    the compiler limits the graphs of one code object, which all activations would share."""
 
     can_torch_compile = True
     has_backward = True

@@ -248,9 +248,9 @@ def _attach_losses(model: nn.Module, holders, report: Attachment, lazy_logits: b
             }
         )
     report.skipped += [e for e in plan.report.skipped if e["reason"].kind is not Reason.FILTERED]
-    about_swap = "nothing in this model can be swapped"  # its attention can be attached
     notes = swap_notes.notes(model, plan)
-    report.notes += [note for note in notes if not note.startswith(about_swap)]
+    # Its attention can be attached.
+    report.notes += [note for note in notes if not note.startswith(swap_notes.NOTHING)]
     report._changes += [
         Change(change.module, without(change.swapped, "loss"), change.swapped, new=False)
         for change in plan.report._changes
