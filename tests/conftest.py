@@ -87,7 +87,14 @@ def _process_state() -> dict:
         "default dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "gradients": torch.is_grad_enabled(),
+        "nested autocasts": _nested_autocasts(),
     }
+
+
+def _nested_autocasts() -> int:
+    """torch's count; while it is above 0, autocast keeps its casts of the weights."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @pytest.fixture(autouse=True)

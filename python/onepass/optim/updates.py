@@ -7,6 +7,7 @@ or undone. An optimizer is its formula (`FormulaOptimizer._update`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class UpdateOptimizer(FlatOptimizer):
     ) -> list[Tensor]:
         """`_updates`, and then gradients set to zeros if that is requested."""
         self._refuse_unlike(params, gradients)
-        with torch.autocast(gradients[0].device.type, enabled=False):
+        with _without_autocast(gradients[0].device.type):
             updates = self._updates(attempt, params, groups, gradients)
         if self.zero_grads:
             attempt.zeroed = [*attempt.zeroed, *gradients]
@@ -119,6 +120,17 @@ class UpdateOptimizer(FlatOptimizer):
         if factor.device.type != "cpu":
             return factor
         return None if factor == 1.0 else float(factor)
+
+
+def _without_autocast(device: str) -> AbstractContextManager:
+    """Products keep their dtype.
+
+    Entered only under autocast: an interrupt before `__exit__` runs leaves torch's count of nested
+    autocasts one too high, and autocast then keeps the casts of old weights for the next steps.
+    """
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 class Values(NamedTuple):
