@@ -1,7 +1,8 @@
-"""Docstrings that a class puts together, for the reader of sources that makes the API page.
+"""Docstrings and signatures that are made when a module is imported, for the API page.
 
-Classes of optimizers say ``__doc__ = f"...{OPTIONS_DOC}..."``; the reader runs nothing and would
-find no docstring.
+The reader of sources that makes the page runs nothing. Classes of optimizers say ``__doc__ =
+f"...{OPTIONS_DOC}..."``, in which it would find no docstring. `swap` and `unswap` get their first
+argument from a decorator.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ class PutTogether(griffe.Extension):
             cls.docstring = griffe.Docstring(
                 "".join(map(_text, parts)), lineno=given.lineno, parent=cls
             )
+
+    def on_function_instance(self, *, func: griffe.Function, **_) -> None:
+        if any(str(decorator.value) == "_all_or_nothing" for decorator in func.decorators):
+            del func.parameters[func.parameters[0].name]
 
 
 def _text(part: ast.expr) -> str:

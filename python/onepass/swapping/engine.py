@@ -64,18 +64,18 @@ def swap(
     `DistributedDataParallel`. A whole model saved by `torch.save` needs onepass to load; a
     state_dict does not. Another call changes nothing that is already swapped.
 
-    Attention covers torch's own modules; modules whose code calls `F.scaled_dot_product_attention`
-    or diffusers' `dispatch_attention_fn` in the forward: the former is redirected while such a
-    forward runs, in its thread, and nowhere else; and modules of transformers that take attention
-    by the name in their config, which becomes "onepass" for all modules that share a config
-    (`onepass.integrations.transformers.attach` does that alone). Calls of `F.linear` are redirected
-    likewise, in modules that hold a weight and whose code makes them; and calls of
-    `F.cross_entropy`, in language models. The `loss_function` of transformers' models is ours too.
-    Group norms are ours with silu after them (in an nn.Sequential, and in diffusers' ResnetBlock2D,
-    which is tested), and in 16 bits.
-    Gated feed-forward blocks are found by their parts and tested numerically, as norms are; and so
-    are functions with arguments cos and sin that rotate query and key: the forward that calls one
-    is replaced by a copy that calls ours.
+    - Attention: torch's own modules; modules whose forward calls `F.scaled_dot_product_attention`
+      (redirected while that forward runs, in its thread alone) or diffusers'
+      `dispatch_attention_fn`; modules of transformers that take attention by the name in their
+      config, which becomes "onepass" for all modules that share the config
+      (`onepass.integrations.transformers.attach` does that alone).
+    - Linear layers, also as calls of `F.linear` in modules that hold the weight; losses, as calls
+      of `F.cross_entropy` in language models and as the `loss_function` of transformers' models.
+    - Group norms with silu after them (in an nn.Sequential, and in diffusers' ResnetBlock2D, which
+      is tested numerically first), and group norms alone in 16 bits.
+    - Norms of other libraries, gated feed-forward blocks, and functions with arguments cos and sin
+      that rotate query and key: found by their parts, tested numerically. A forward that calls such
+      a function is replaced by a copy that calls onepass's.
 
     Args:
         model: any module; it may itself be a norm.
