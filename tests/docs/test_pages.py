@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -36,6 +38,16 @@ PUBLIC = [
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType)
 ]
+# Modules of onepass.integrations, and the packages without which they cannot be imported.
+INTEGRATIONS = {
+    "flash_attn.flash_attn_interface": "",
+    "flash_attn.bert_padding": "",
+    "flash_attn.layers.rotary": "",
+    "lightning": "pytorch_lightning",
+    "timm": "timm",
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+}
 
 
 def load(path: Path) -> ModuleType:
@@ -266,6 +278,54 @@ def test_the_readme_is_short():
 def test_the_api_has_every_public_name():
     listed = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M))
     assert listed == {f"{one.__module__}.{one.__qualname__}" for _, one in PUBLIC}
+
+
+def names_of(module: str) -> list[str]:
+    """The functions and classes in the __all__ of a module of onepass.integrations, by its source:
+    its package may be missing."""
+    path = ROOT / "python" / "onepass" / "integrations" / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    listed = re.search(r"^__all__ = (\[.*?\])", path.read_text("utf-8"), re.M | re.S)[1]
+    return [name for name in ast.literal_eval(listed) if not name.isupper()]
+
+
+def test_the_reference_has_every_name_of_the_integrations():
+    """A line of some page is `::: onepass.integrations.MODULE.NAME`."""
+    folder = ROOT / "python" / "onepass" / "integrations"
+    files = [f for f in folder.rglob("*.py") if "\n__all__ = [\n" in f.read_text("utf-8")]
+    files += [f for f in folder.rglob("*.py") if '\n__all__ = ["' in f.read_text("utf-8")]
+    modules = {
+        ".".join(f.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+        for f in files
+    }
+    assert modules - {"flash_attn.ops.triton.rotary"} == set(INTEGRATIONS)
+    listed = [
+        name
+        for page in PAGES
+        for name in re.findall(r"^::: onepass\.integrations\.(\S+)$", page.read_text("utf-8"), re.M)
+    ]
+    for module in INTEGRATIONS:
+        for name in names_of(module):
+            name = {"Swap": "SwapHooks"}.get(name, name)  # which has its docstring
+            found = [one for one in listed if one.startswith(module) and one.endswith(f".{name}")]
+            assert len(found) == (name != "apply_rotary_emb_func"), f"{module}.{name}"
+
+
+@pytest.mark.parametrize(
+    "module, name", [(module, name) for module in INTEGRATIONS for name in names_of(module)]
+)
+def test_the_example_of_an_integration_runs(module, name):
+    package = INTEGRATIONS[module]
+    if package:
+        reason = f"{package} is not installed"
+        pytest.importorskip(package, reason=reason, exc_type=ImportError)
+    if name == "register_kernels":
+        from transformers.utils import is_kernels_available
+
+        if not is_kernels_available():
+            pytest.skip("the package kernels is not installed, or not as transformers takes it")
+    imported = importlib.import_module(f"onepass.integrations.{module}")
+    test_the_example_of_a_docstring_runs(getattr(imported, name))
 
 
 @pytest.mark.parametrize("of", [one for _, one in PUBLIC], ids=[name for name, _ in PUBLIC])

@@ -17,6 +17,8 @@ from torch import nn
 from onepass.integrations._session import Session, own_limit
 from onepass.swapping import Report
 
+__all__ = ["Swap"]  # noqa: F822 (made by __getattr__)
+
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Strategies that shard the model before a run starts.
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -37,6 +39,12 @@ class SwapHooks:
 
     Raises:
         TypeError: an option that swap does not have.
+
+    Examples:
+        >>> from onepass.integrations.lightning import Swap
+        >>> callback = Swap(exclude="head")  # for Trainer(callbacks=[callback])
+        >>> callback.report is None  # until it has run
+        True
     """
 
     def __init__(self, **options):

@@ -17,6 +17,8 @@ from torch import Tensor
 from onepass import optim
 from onepass.optim.optimizer import FlatOptimizer
 
+__all__ = ["register"]
+
 PREFIX = "onepass"
 # timm's defaults for the corresponding optimizers.
 _DEFAULTS = {"onepasssgd": {"nesterov": True}}
@@ -42,6 +44,16 @@ def register() -> list[str]:
 
     Raises:
         ImportError: timm is not installed, has no such registry, or cannot be imported itself.
+
+    Examples:
+        >>> import timm
+        >>> from onepass.integrations.timm import register
+        >>> "onepassadamw" in register()
+        True
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = timm.optim.create_optimizer_v2(model, opt="onepassadamw", lr=1e-3)
+        >>> isinstance(optimizer, onepass.optim.AdamW)
+        True
     """
     try:
         from timm.optim import OptimInfo, list_optimizers

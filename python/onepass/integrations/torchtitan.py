@@ -26,6 +26,8 @@ import onepass.optim
 from onepass import functional
 from onepass.functional._internal import cross_entropy_in_float32
 
+__all__ = ["cross_entropy", "optimizer", "rms_norm", "varlen_attention"]
+
 
 class RMSNorm(nn_modules.RMSNorm):
     """torchtitan's, computed by `onepass.functional.rms_norm`; of DTensors each process computes
@@ -48,6 +50,13 @@ def rms_norm(config: nn_modules.RMSNorm.Config) -> RMSNorm.Config:
 
     Returns:
         The same of `RMSNorm`.
+
+    Examples:
+        >>> from torchtitan.models.common.nn_modules import RMSNorm
+        >>> from onepass.integrations.torchtitan import rms_norm
+        >>> norm = rms_norm(RMSNorm.Config(normalized_shape=16)).build()
+        >>> norm(torch.randn(2, 16)).shape
+        torch.Size([2, 16])
     """
     return derive(config, RMSNorm.Config)
 
@@ -92,6 +101,12 @@ def varlen_attention(config: attention.VarlenAttention.Config) -> VarlenAttentio
 
     Returns:
         The same of `VarlenAttention`.
+
+    Examples:
+        >>> from torchtitan.models.common.attention import VarlenAttention
+        >>> from onepass.integrations.torchtitan import varlen_attention
+        >>> type(varlen_attention(VarlenAttention.Config()).build()).__module__
+        'onepass.integrations.torchtitan'
     """
     return derive(config, VarlenAttention.Config)
 
@@ -127,6 +142,12 @@ def cross_entropy(config: loss.CrossEntropyLoss.Config) -> CrossEntropyLoss.Conf
 
     Returns:
         The same of `CrossEntropyLoss`.
+
+    Examples:
+        >>> from torchtitan.components.loss import CrossEntropyLoss
+        >>> from onepass.integrations.torchtitan import cross_entropy
+        >>> type(cross_entropy(CrossEntropyLoss.Config()).build()).__module__
+        'onepass.integrations.torchtitan'
     """
     return derive(config, CrossEntropyLoss.Config)
 
@@ -156,6 +177,13 @@ def optimizer(config: OptimizersContainer.Config, **settings: Any) -> Optimizers
 
     Returns:
         The same of `Optimizers`.
+
+    Examples:
+        >>> from torchtitan.components.optimizer import OptimizersContainer
+        >>> from onepass.integrations.torchtitan import optimizer
+        >>> made = optimizer(OptimizersContainer.Config(), master="fp32")
+        >>> made.optimizer_factory_kwargs_by_name["AdamW"]["master"]
+        'fp32'
     """
     by_name = dict(config.optimizer_factory_kwargs_by_name)
     for name in ("Adam", "AdamW"):

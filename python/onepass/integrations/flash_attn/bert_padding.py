@@ -24,12 +24,24 @@ def __getattr__(name: str):
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """``input[indices]``: rows of shape (rows, ...), indices of shape (picked,)."""
+    """``input[indices]``: rows of shape (rows, ...), indices of shape (picked,).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.bert_padding import index_first_axis
+        >>> index_first_axis(torch.tensor([5, 6, 7]), torch.tensor([2, 0]))
+        tensor([7, 5])
+    """
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros of shape (first_axis_dim, ...) with values in the rows that indices name."""
+    """Zeros of shape (first_axis_dim, ...) with values in the rows that indices name.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.bert_padding import index_put_first_axis
+        >>> index_put_first_axis(torch.tensor([7, 5]), torch.tensor([2, 0]), 4)
+        tensor([5, 0, 7, 0])
+    """
     rows = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return rows.index_copy(0, indices.long(), values)
 
@@ -49,6 +61,13 @@ def unpad_input(
         indices in the flattened batch, (total,) int64, the first row of each sequence, (batch + 1,)
         int32, the length of the longest, and the rows in use of each, (batch,) int32; as in
         flash_attn 2.7.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.bert_padding import unpad_input
+        >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> rows, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 8), mask)
+        >>> rows.shape, cu_seqlens.tolist(), longest
+        (torch.Size([5, 8]), [0, 2, 5], 3)
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -69,6 +88,14 @@ def unpad_input_for_concatenated_sequences(
 
     Returns:
         (rows, indices, cu_seqlens, max_seqlen).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import bert_padding
+        >>> lengths = torch.tensor([[1, 2, 0, 0]])  # two sequences in a row, and padding
+        >>> unpad = bert_padding.unpad_input_for_concatenated_sequences
+        >>> found = unpad(torch.randn(1, 4, 8), lengths)
+        >>> found[0].shape, found[2].tolist()
+        (torch.Size([3, 8]), [0, 1, 3])
     """
     seq = attention_mask_in_length.shape[-1]
     in_use = attention_mask_in_length.sum(-1, keepdim=True)
@@ -86,6 +113,12 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Returns:
         Tensor of shape (batch, seqlen, ...).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.bert_padding import pad_input
+        >>> pad_input(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 3]), batch=2, seqlen=2)
+        tensor([[1., 2.],
+                [0., 3.]])
     """
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))

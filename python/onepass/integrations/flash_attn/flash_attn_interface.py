@@ -139,6 +139,13 @@ def flash_attn_func(
         ValueError: return_attn_probs with dropout, where flash_attn's third result has the
             probabilities; or as onepass's own function does.
         RuntimeError: as that does.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_func
+        >>> q = torch.randn(2, 16, 8, 64)
+        >>> k, v = (torch.randn(2, 16, 2, 64) for _ in range(2))  # two heads for eight
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 16, 8, 64])
     """
     _refuse_probabilities(return_attn_probs, dropout_p)
     _check_dense(q, k, v)
@@ -163,14 +170,28 @@ def flash_attn_func(
 @_in_its_words(**_IN_KV)
 @_with_options_of(flash_attn_func)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options, **named) -> Result:
-    """`flash_attn_func` of q and kv, of shape (batch, seq_k, 2, kv_heads, head_dim)."""
+    """`flash_attn_func` of q and kv, of shape (batch, seq_k, 2, kv_heads, head_dim).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_kvpacked_func
+        >>> q, kv = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 2, 64)
+        >>> flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
     return flash_attn_func.__wrapped__(q, *_parts("kv", kv, 5, 2), *options, **named)
 
 
 @_in_its_words(**_IN_QKV)
 @_with_options_of(flash_attn_func)
 def flash_attn_qkvpacked_func(qkv: Tensor, *options, **named) -> Result:
-    """`flash_attn_func` of qkv, of shape (batch, seq, 3, heads, head_dim)."""
+    """`flash_attn_func` of qkv, of shape (batch, seq, 3, heads, head_dim).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_qkvpacked_func
+        >>> qkv = torch.randn(2, 16, 3, 8, 64)
+        >>> flash_attn_qkvpacked_func(qkv, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
     return flash_attn_func.__wrapped__(*_parts("qkv", qkv, 5, 3), *options, **named)
 
 
@@ -195,6 +216,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """`onepass.functional.varlen_attention`: sequences one after the other.
 
+    Arguments that are not listed are those of `flash_attn_func`, in each sequence by itself.
+
     Args:
         q: shape (total_q, heads, head_dim).
         k: shape (total_k, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim) with
@@ -204,15 +227,21 @@ def flash_attn_varlen_func(
             last; with block_table cu_seqlens_k says how many keys each sequence has.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         block_table: shape (batch, max_pages), int32: the pages with a sequence's keys, in order.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as in `flash_attn_func`, in each sequence by itself.
+
 
     Returns:
         Tensor of shape (total_q, heads, value_dim); with return_attn_probs a triple of it, the
         log-sum-exp (heads, total_q), and an empty tensor.
 
     Raises:
-        As `flash_attn_func`.
+        ValueError, RuntimeError: as `flash_attn_func`.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_varlen_func
+        >>> q, k, v = (torch.randn(8, 4, 64) for _ in range(3))  # sequences of 3 and 5 tokens
+        >>> ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True).shape
+        torch.Size([8, 4, 64])
     """
     _refuse_probabilities(return_attn_probs, dropout_p)
     output, lse = varlen_attention(
@@ -250,7 +279,15 @@ def flash_attn_varlen_kvpacked_func(
     *options,
     **named,
 ) -> Result:
-    """`flash_attn_varlen_func` of q and kv, of shape (total_k, 2, kv_heads, head_dim)."""
+    """`flash_attn_varlen_func` of q and kv, of shape (total_k, 2, kv_heads, head_dim).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_varlen_kvpacked_func
+        >>> q, kv = torch.randn(8, 4, 64), torch.randn(8, 2, 4, 64)
+        >>> ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 5, 5, causal=True).shape
+        torch.Size([8, 4, 64])
+    """
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     of_kv = _parts("kv", kv, 4, 2)
     return flash_attn_varlen_func.__wrapped__(q, *of_kv, *sequences, *options, **named)
@@ -261,7 +298,14 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options, **named
 ) -> Result:
-    """`flash_attn_varlen_func` of qkv, of shape (total, 3, heads, head_dim)."""
+    """`flash_attn_varlen_func` of qkv, of shape (total, 3, heads, head_dim).
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_varlen_qkvpacked_func
+        >>> qkv, ends = torch.randn(8, 3, 4, 64), torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(qkv, ends, 5, causal=True).shape
+        torch.Size([8, 4, 64])
+    """
     sequences = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     of_qkv = _parts("qkv", qkv, 4, 3)
     return flash_attn_varlen_func.__wrapped__(*of_qkv, *sequences, *options, **named)
@@ -291,6 +335,8 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`onepass.functional.attention_with_kv_cache`: appends to caches and attends to them.
 
+    Arguments that are not listed are those of onepass's own function.
+
     Args:
         q: shape (batch, seq_q, heads, head_dim).
         k_cache: shape (caches, max_seq, kv_heads, head_dim), or (pages, page_size, kv_heads,
@@ -299,8 +345,6 @@ def flash_attn_with_kvcache(
         k: shape (batch, new_rows, kv_heads, head_dim); None writes nothing.
         v: shape (batch, new_rows, kv_heads, value_dim); comes together with k.
         causal, window_size: as in `flash_attn_func`, of the keys in use, new ones included.
-        rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softcap,
-            rotary_interleaved, alibi_slopes, num_splits: as in onepass's own function.
 
     Returns:
         Tensor of shape (batch, seq_q, heads, value_dim); with return_softmax_lse a pair of it and
@@ -308,6 +352,15 @@ def flash_attn_with_kvcache(
 
     Raises:
         RuntimeError, TypeError, ValueError: as onepass's own function does; there are no gradients.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 128, 2, 64)
+        >>> q, k, v = (torch.randn(2, 1, heads, 64) for heads in (8, 2, 2))
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=5).shape
+        torch.Size([2, 1, 8, 64])
+        >>> k_cache[:, 5].equal(k[:, 0])  # written in place
+        True
     """
     if block_table is None:  # pages have the same layout
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)

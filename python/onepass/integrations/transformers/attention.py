@@ -38,6 +38,17 @@ def register() -> None:
 
     Enough for `from_pretrained(..., attn_implementation="onepass")` and `set_attn_implementation`.
     transformers does not check whether a model class supports the name: `attach` does.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> from onepass.integrations.transformers import register
+        >>> register()
+        >>> config._attn_implementation = "onepass"
+        >>> LlamaForCausalLM(config)(torch.arange(8)[None]).logits.shape
+        torch.Size([1, 8, 64])
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)

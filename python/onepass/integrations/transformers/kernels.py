@@ -358,6 +358,11 @@ def register_kernels(devices: str | Sequence[str] = DEVICES) -> dict[str, list[s
             of a version whose mapping cannot be extended, or was told to use none by
             USE_HUB_KERNELS.
         ValueError: devices holds another name.
+
+    Examples:
+        >>> from onepass.integrations.transformers import register_kernels
+        >>> register_kernels("cpu")["RMSNorm"]
+        ['cpu']
     """
     devices = (devices,) if isinstance(devices, str) else devices
     for device in devices:

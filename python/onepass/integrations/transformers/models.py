@@ -52,6 +52,17 @@ class Attachment:
             (the name of the implementation that they had), to (of ours), kind.
         skipped: models and modules that do not; dicts with name, type, reason.
         notes: further facts, as sentences.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=512, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> from onepass.integrations.transformers import attach
+        >>> model, ids = LlamaForCausalLM(config), torch.arange(8)[None]
+        >>> report = attach(model)
+        >>> report.verify({"input_ids": ids, "labels": ids}).ok
+        True
     """
 
     def __init__(self, model: nn.Module):
@@ -175,6 +186,16 @@ def attach(
         ValueError: kinds holds another name, nothing, or not "loss" with lazy_logits.
         RuntimeError: it is on a device that onepass has no attention for; or under strict. If
             anything raises, the model is as it was.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=512, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> from onepass.integrations.transformers import attach
+        >>> model = LlamaForCausalLM(config)
+        >>> [entry["kind"] for entry in attach(model).attached]
+        ['attention', 'loss']
     """
     asked = _kinds(kinds, lazy_logits)
     journal = Journal()
@@ -285,6 +306,19 @@ def detach(model: nn.Module) -> list[str]:
         TypeError: model is not and does not hold a `PreTrainedModel`.
         RuntimeError: modules whose loss is attached were sharded or parametrized since. If anything
             raises, the model is as it was.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=512, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> from onepass.integrations.transformers import attach, detach
+        >>> model = LlamaForCausalLM(config)
+        >>> report = attach(model, kinds="attention")
+        >>> detach(model)
+        ['', 'model']
+        >>> model.config._attn_implementation
+        'sdpa'
     """
     journal = Journal()
     try:

@@ -74,6 +74,12 @@ def trainer_optimizer(
     Raises:
         TypeError: cls is no optimizer of onepass; it has no such argument; no learning rate.
         ValueError: a setting that is the Trainer's, or that `cls` refuses.
+
+    Examples:
+        >>> from onepass.integrations.transformers import trainer_optimizer
+        >>> cls, settings = trainer_optimizer(lr=1e-4, master="fp32")
+        >>> cls.__name__, settings
+        ('AdamW', {'lr': 0.0001, 'master': 'fp32'})
     """
     if not (isinstance(cls, type) and issubclass(cls, FlatOptimizer)):
         raise TypeError(f"trainer_optimizer: cls must be a class of onepass.optim, got {cls!r}")
@@ -113,6 +119,12 @@ class SwapCallback(TrainerCallback):
 
     Raises:
         TypeError: an option that swap does not have.
+
+    Examples:
+        >>> from onepass.integrations.transformers import SwapCallback
+        >>> callback = SwapCallback(exclude="lm_head")  # for Trainer(callbacks=[callback])
+        >>> callback.report is None  # until it has trained
+        True
     """
 
     def __init__(self, **options):

@@ -32,7 +32,16 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """x rotated, as `apply_rotary_emb`; with conjugate by the opposite angles."""
+    """x rotated, as `apply_rotary_emb`; with conjugate by the opposite angles.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.layers.rotary import apply_rotary
+        >>> x, angle = torch.randn(1, 6, 2, 64), torch.randn(6, 32)
+        >>> there = apply_rotary(x, angle.cos(), angle.sin())
+        >>> back = apply_rotary(there, angle.cos(), angle.sin(), conjugate=True)
+        >>> torch.allclose(back, x, atol=1e-5)
+        True
+    """
     op = "apply_rotary_emb"
     dims = 4 if cu_seqlens is None else 3
     if x.dim() != dims:
@@ -70,6 +79,12 @@ def apply_rotary_emb(
 
     Raises:
         RuntimeError: a shape does not fit, or there is a position without a row in cos.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.layers.rotary import apply_rotary_emb
+        >>> x, angle = torch.randn(1, 6, 2, 64), torch.randn(6, 32)
+        >>> apply_rotary_emb(x, angle.cos(), angle.sin()).shape
+        torch.Size([1, 6, 2, 64])
     """
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
@@ -98,6 +113,12 @@ def apply_rotary_emb_qkv_(
     Raises:
         RuntimeError: a shape does not fit.
         ValueError: num_heads_q is needed and missing.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.layers.rotary import apply_rotary_emb_qkv_
+        >>> qkv, angle = torch.randn(1, 6, 3, 2, 64), torch.randn(6, 32)
+        >>> apply_rotary_emb_qkv_(qkv, angle.cos(), angle.sin()) is qkv
+        True
     """
     op = "apply_rotary_emb_qkv_"
     if qkv.dim() == 5 and qkv.shape[2] == 3:
@@ -139,7 +160,14 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Rotates the key in kv, (batch, seq, 2, heads, head_dim), in place, and returns it."""
+    """Rotates the key in kv, (batch, seq, 2, heads, head_dim), in place, and returns it.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.layers.rotary import apply_rotary_emb_kv_
+        >>> kv, angle = torch.randn(1, 6, 2, 2, 64), torch.randn(6, 32)
+        >>> apply_rotary_emb_kv_(kv, angle.cos(), angle.sin()) is kv
+        True
+    """
     op = "apply_rotary_emb_kv_"
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise RuntimeError(
@@ -162,6 +190,12 @@ class RotaryEmbedding(torch.nn.Module):
         pos_idx_in_fp32: False computes angles in the dtype of `inv_freq`, as a module that was
             cast would.
         device: of the buffers.
+
+    Examples:
+        >>> from onepass.integrations.flash_attn.layers.rotary import RotaryEmbedding
+        >>> rotary = RotaryEmbedding(64)
+        >>> rotary(torch.randn(1, 6, 3, 2, 64)).shape
+        torch.Size([1, 6, 3, 2, 64])
     """
 
     def __init__(
