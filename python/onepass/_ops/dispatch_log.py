@@ -79,12 +79,16 @@ def _take() -> list[dict]:
 
 def line(call: dict) -> str:
     """One recorded call as a line of text."""
-    threads = "1 thread" if call["threads"] == 1 else f"{call['threads']} threads"
-    tiles = f", {call['splits']} splits, {call['rows_per_tile']} rows per tile"
+    tiles = f", {_count(call['splits'], 'split')}, {_count(call['rows_per_tile'], 'row')} per tile"
     return (
-        f"{call['op']} ({call['arguments']}): {call['kernel']}, {call['level']}, {threads}"
+        f"{call['op']} ({call['arguments']}): {call['kernel']}, {call['level']}, "
+        f"{_count(call['threads'], 'thread')}"
         f"{tiles if call['splits'] else ''}; {call['reason']}"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def logged(function: Callable) -> Callable:
