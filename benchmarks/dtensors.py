@@ -1,4 +1,4 @@
-"""What a call on DTensors costs beside one on plain tensors, for torch's functions and ours.
+"""The time of a call on DTensors beside one on plain tensors, for torch's functions and ours.
 
     python benchmarks/dtensors.py [--processes 1 2] [--json FILE]
 

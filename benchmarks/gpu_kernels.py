@@ -1,4 +1,4 @@
-"""What a device can do, and what the main kernels do with it: `gpu_kernels.py WHAT`.
+"""A device's best speeds, and how much of them the main kernels use: `gpu_kernels.py WHAT`.
 
 ceilings: the best speeds of its tensor cores, of ldmatrix, of additions and of a copy, by kernels
           of our own (gpu_ceilings.cu), which `--nvcc PROGRAM` compiles for `--arch`.
@@ -34,7 +34,7 @@ from gpu_machine import ROOT
 
 REPEATS = 10
 WARM_UP = 3
-# What a value means, and Nsight Compute's name for it; the first six in percent of the peak.
+# Our name of a value, and Nsight Compute's; the first six are in percent of the peak.
 METRICS = {
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "lsu": "sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_active",

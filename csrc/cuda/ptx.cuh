@@ -187,8 +187,8 @@ __device__ __forceinline__ void spin() { __nanosleep(20); }
 
 // ---- kernels that overlap: see launch() with kFollows -------------------------------------------
 
-// Returns when the kernel before this one has ended and what it wrote is visible. All threads of a
-// kernel that follows call it first, so what comes after that kernel also comes after the first.
+// Returns when the kernel before this one has ended and its writes are visible. All threads of a
+// kernel that follows call it first, so a third kernel, after that one, also comes after the first.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -107,7 +107,7 @@ void attention_forward_check(const Options& options, const Tensor& query, const 
   attach_lengths(checks, options, args, copies);
 }
 
-// What the backward takes beside query, key, value and the options.
+// Arguments of the backward beside query, key, value and the options.
 struct Upstream {
   const OptionalTensor& doutput;
   const OptionalTensor& dlse;

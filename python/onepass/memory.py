@@ -25,14 +25,14 @@ def keep_freed_memory(limit: int | None = None) -> bool:
     - The backward of a model on the CPU runs in the thread that calls it. Other threads than the
       main one have heaps of their own, of at most 64 MiB each: there larger blocks go back as
       before. With MALLOC_ARENA_MAX=1 in the environment all threads share the main one.
-    - ``keep_freed_memory(0)`` undoes it, and gives back what is free. malloc's thresholds are then
+    - ``keep_freed_memory(0)`` undoes it, and gives free memory back. malloc's thresholds are then
       those that it comes to by itself, or those of the environment. Two things stay: large blocks
       that fit into a hole of the heap are still put there, and a free top of the heap is not
       returned if something in use, or another mapping, lies after it.
 
     Args:
         limit: bytes that may lie free at the top of the heap; if more do, all of it goes back. No
-            more than a precaution: what is free below any block in use, however small, stays.
+            more than a precaution: free memory below any block in use, however small, stays.
             None: everything is kept. 0: undone.
 
     Returns:

@@ -83,7 +83,7 @@ int64_t few_rows_stride(const LinearProduct& args) {
   return round_up(args.depth, kLine) + kLine;
 }
 
-// Columns of a block of theirs.
+// Columns of a block of a product with few rows.
 template <class M>
 int64_t few_rows_columns(const LinearProduct& args) {
   return args.right_step == 1 ? kPanel<M> : kAcrossColumns<M>;

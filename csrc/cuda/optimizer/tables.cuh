@@ -135,8 +135,8 @@ inline FlatEntry flat_entry(const FlatTensor& tensor) {
   return entry;
 }
 
-// True for all threads of the block that arrives last. They see what other blocks wrote before
-// their last barrier, and what the first threads of those wrote before they arrived. The ticket
+// True for all threads of the block that arrives last. They see all writes of other blocks before
+// those blocks' last barrier, and all writes of their first threads before they arrived. The ticket
 // must begin at zero.
 __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t* shared) {
   if (threadIdx.x == 0) *shared = atomic_add_acq_rel(ticket, 1);

@@ -54,7 +54,7 @@ def default_eps(input: Tensor) -> float:
 
 def autocast_dtype(input: Tensor, kind: NormKind) -> torch.dtype:
     """The output's dtype under CUDA's autocast: the one that torch gives."""
-    # Dynamo traces what a cache wraps, and warns of each.
+    # Dynamo traces the function that a cache wraps, and warns of each.
     of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
     return of(input.dtype, kind)
 

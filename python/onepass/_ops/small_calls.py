@@ -160,7 +160,7 @@ def group_norm_is_small(input: Tensor, num_groups: int, activated: bool = False)
     if not activated and not (input.device.type in ("cpu", "meta") and input.dtype in ALONE):
         return True
     if not torch.compiler.is_compiling() and input.numel() == num_groups:
-        return True  # which torch refuses
+        return True  # torch refuses it
     return _has_fewer_elements(bounds, input, "group_norm")
 
 

@@ -32,7 +32,7 @@ def progress(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def figure(row: Row) -> str:
-    """A row in one line: what --stream prints."""
+    """A row in one line, as --stream prints it."""
     parts = [f"ours {row.timing.median('ours') * 1e6:.1f} us"]
     parts.append(f"{row.against_eager.median:.2f} x eager")
     if row.against_compile is not None:

@@ -10,7 +10,7 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
 
 ``--json`` writes one object; keys are added in later versions, never changed:
 
-- ``schema_version`` 1; ``command``: what repeats the run; ``seconds``: how long it took
+- ``schema_version`` 1; ``command``: to repeat the run; ``seconds``: how long it took
 - ``machine``: facts of the machine and the software, text per key
 - ``settings``: every flag as it was used; ``speed`` and ``sameness`` in it are the GPT's sizes
 - ``data``: what was trained on; ``parameters``: of the model in the speed phase

@@ -1,7 +1,7 @@
 """Where the time of a training step goes, part by part, forward and backward.
 
 Method: one step runs with a stamp of the clock at every boundary between parts, so that the parts
-and what lies between them sum to the step by construction.
+and the time between them sum to the step by construction.
 
 - Forward: a part is the outermost module or torch function of a known kind. Modules are needed for
   norms that are composed of several operations and for swapped modules; functions (seen through a

@@ -1,9 +1,10 @@
 """Losses whose classes are split between processes: each has the logits of its own classes.
 
-Of each row a process finds the largest logit, the sum of exponentials relative to it and, where it
-has the class of the target, that logit. Two all-reduces make of these what one process would find:
-one float32 a row for the largest, two for the sums (three with label smoothing), float64 for
-float64. The gradient needs no more than they: each process computes that of its own logits.
+In each row a process finds its largest logit, the sum of exponentials relative to it and, if it
+has the target's class, the logit of that class. Two all-reduces merge these into the numbers of the
+whole row: one float32 per row for the largest, two for the sums (three with label smoothing),
+float64 for float64. The gradient needs nothing else: each process computes that of its own
+logits.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from onepass._ops import decomposition, linear_loss, loss
 from onepass._ops.differentiation import is_differentiated_again
 
 _NONE = loss.REDUCTIONS["none"]
-_IGNORED = -100  # among places, none of which is negative
+_IGNORED = -100  # in place of a class's position, which is not negative
 _CHUNK_OF_CLASS = 1 << 10  # bytes that a chunk of logits has of each class on the CPU
 
 
 @dataclass
 class Classes:
-    """Those of this process: `count` from `begin` on, of `total`.
+    """The classes of this process: `count` from `begin` on, of `total`.
 
     groups: the dimensions of meshes along which the classes are split.
     """
@@ -56,7 +57,7 @@ class Options:
 
 @dataclass
 class _Rows:
-    """What the targets tell of each row.
+    """Facts of each row that follow from its target.
 
     Attributes:
         ignored: whether it does not count.

@@ -67,7 +67,7 @@ def _with(layout: Layout, **inputs: Names) -> Layout:
 
 
 def _elementwise(given: Given) -> Layout:
-    """Dropout, alone or with what is around it."""
+    """Dropout, alone or with the residual add and the norm around it."""
     dims = _dims(given["input"])
     inputs = {"input": dims, "residual": dims, "column_scale": dims[-1:], "row_scale": dims[:1]}
     return Layout(inputs, (dims,), _choices(dims))
@@ -99,14 +99,14 @@ def _group_norm(given: Given) -> Layout:
 
 
 def _linear(given: Given) -> Layout:
-    """By rows, by columns of the weight, or by what is summed up: parts of a sum then, to the first
-    of which the bias belongs."""
+    """By rows, by columns of the output, or by the columns that are summed over. Results are parts
+    of a sum then, and the bias is added to the first part."""
     input = given["input"]
     rows = _dims(input, input.dim() - 1)
 
     def localize(given: Given, parts: Parts) -> None:
         bias = given["bias"]
-        if bias is not None and parts.begin("in"):  # of a later part; its gradient is 0
+        if bias is not None and parts.begin("in"):  # this is a later part, where its gradient is 0
             given["bias"] = bias.masked_fill(bias.new_ones((), dtype=torch.bool), 0.0)
 
     return Layout(

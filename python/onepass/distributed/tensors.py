@@ -1,8 +1,8 @@
 """Operators on DTensors: each process computes its part, and nothing is gathered that need not be.
 
 A rule (`onepass.distributed.rules`) names the dimensions of a call's tensors. Along each dimension
-of the mesh either one name is split, on all tensors that have it, or nothing is. What moves the
-fewest bytes is chosen; where the tensors lie right, nothing moves.
+of the mesh either one name is split, on all tensors that have it, or nothing is. The choice that
+moves the fewest bytes is taken; tensors that have its placements already are not moved.
 
 torch's own registration (`register_sharding`) was not enough: it never moves a tensor that an
 operator takes by keyword, knows no list among results, and the backward of dropout has to have the
@@ -51,8 +51,8 @@ class Layout:
         written: tensors that are changed in place, and so cannot be moved.
         overwritten: tensors over which the backward writes their gradients.
         localize: turns the other arguments into those of a part, in place.
-        compute: what runs in place of the entry.
-        finish: what is made of the results, DTensors, for the caller.
+        compute: a function that runs in place of the entry.
+        finish: turns the results, DTensors, into those that the caller gets.
     """
 
     inputs: Mapping[str, Names]
@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass
 class Parts:
-    """What this process has of the names that are split."""
+    """The sizes of this process's part, by the names of the dimensions that are split."""
 
     sizes: dict[str, int]  # of the whole
     counts: dict[str, int] = field(default_factory=dict)  # how many parts there are
@@ -133,7 +133,7 @@ def run(function: Callable, *args, **kwargs):
 
 
 def same_on_all(drawn: Tensor, like: DTensor) -> DTensor:
-    """What the first process of like's mesh has drawn, whole on each."""
+    """The numbers that the first process of like's mesh has drawn, whole on each."""
     mesh = like.device_mesh
     return distribute_tensor(drawn, mesh, [Replicate()] * mesh.ndim)
 

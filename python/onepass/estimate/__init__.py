@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Estimates what args ask for; returns the exit code: 2 for bad input, 1 if a file could not be
+    """Estimates as args ask; returns the exit code: 2 for bad input, 1 if a file could not be
     written, else 0."""
     from onepass.estimate import command
 

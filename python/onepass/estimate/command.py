@@ -2,7 +2,7 @@
 
 ``--json`` writes one object, bytes throughout; keys are added in later versions, never changed:
 
-- ``schema_version`` 1; ``command``: what repeats the run; ``seconds``: how long it took
+- ``schema_version`` 1; ``command``: to repeat the run; ``seconds``: how long it took
 - ``settings``: dtype, optimizer, kinds, memory, rows, as they were asked for
 - ``rows``: of the batch; ``parameter_count``: a tied one counts once
 - ``variants`` by name (stock, swapped, and both checkpointed): the fields of `onepass.Estimate`,

@@ -7,9 +7,10 @@ as from its end. Three short models in a row show whether that is so. Events of 
 layer must be among both, so that the events of the layers between lie on the line from one to the
 other, and the peak is among those counted from the start or from the end.
 
-What three short models cannot show, as a layer that is treated in another way by its number, a run
-of the whole model must: :class:`Expected` compares each of its events. A layer may be treated so
-under some changes alone, as checkpointing: :mod:`onepass.estimate.survey` asks for each of them.
+Three short models cannot show that a layer is treated in another way because of its number. A run
+of the whole model shows it: :class:`Expected` compares each of its events. A layer may be treated
+so under some changes alone, such as checkpointing: :mod:`onepass.estimate.survey` asks for each of
+them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Event = tuple[str, dict[str, int]]  # the operator, and the bytes alive by phase
 
 
 class NotAlike(Exception):
-    """The step is no longer version of the short ones."""
+    """The whole model's step does not have the events of the short models' steps, repeated."""
 
 
 class Series:
-    """The short models of a model."""
+    """Short models: the same model with a few of its layers."""
 
     def __init__(self, subject: Subject):
         """
@@ -53,7 +54,7 @@ class Series:
             self._subjects.append(Subject(short, subject.batch, subject.fake))
 
     def expected(self, options: step.Options) -> Expected:
-        """What :func:`onepass.estimate.step.run` would find, without optimizers.
+        """The result that :func:`onepass.estimate.step.run` would have, without optimizers.
 
         Raises:
             NotAlike: the short models are not alike.

@@ -65,7 +65,7 @@ def _plot_parts(axes: Axes, survey: Survey) -> None:
     axes.set_xlim(0, 1.13 * widest)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("GiB")
-    axes.set_title("What there is at the peak of a step")
+    axes.set_title("Memory at the peak of a step, by part")
     axes.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 

@@ -113,7 +113,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """What a run saw in its forward and backward, beside its result."""
+    """Events and kept tensors of a run's forward and backward, beside its result."""
 
     events: dict[str, list[tuple[str, dict[str, int]]]] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)  # in the order of the forward

@@ -181,10 +181,10 @@ class Surveyor:
         if series or not self._steps:
             try:
                 series = series or Series(self.subject)
-                # Before the whole model: what swapped modules try once is not among its events.
+                # First, so that trials that swapped modules make once are not its events.
                 expected = series.expected(options)
             except Exception:  # of any class: it is the code of a model for all its layers
-                pass  # the whole model says what it is
+                pass  # a run of the whole model raises the same
         if expected and changes <= self._shown and self._steps:
             updates = step.updates(self.subject, options.dtype, makes) if makes else {}
             return dataclasses.replace(expected.step, updates=updates)

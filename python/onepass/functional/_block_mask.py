@@ -10,7 +10,7 @@ from onepass._compiling import outside_of_graphs
 from onepass._imported import is_a, is_fake
 from onepass._ops.differentiation import are_transforms_active
 
-# What csrc/ops/attention.h calls kAllKeys and kFirstTile; kNoKeys is 0.
+# kAllKeys and kFirstTile of csrc/ops/attention.h; kNoKeys is 0.
 _ALL, _FIRST_TILE = 1, 2
 _AT_ONCE = 1 << 20  # queries times keys in a call of mask_mod
 

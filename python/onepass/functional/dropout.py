@@ -74,7 +74,7 @@ def add_dropout(
             bfloat16, float16, or float64 when input is float64. None is 1.
         row_scale: a factor for each index of the first dimension, shape (batch,), float32 (float64
             when input is float64), as `drop_path_scale` draws it; it gets no gradient. A sample
-            whose factor is 0 is not read: what it holds, NaN included, does not show. None is 1.
+            whose factor is 0 is not read: its values, NaN included, have no effect. None is 1.
 
     Returns:
         Tensor of residual's shape and dtype (input's, where there is none).

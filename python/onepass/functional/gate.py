@@ -1,4 +1,4 @@
-"""Gated activations: the product in the middle of SwiGLU, GeGLU and their kin, in one pass."""
+"""Gated activations: the product in the middle of SwiGLU, GeGLU and similar layers, in one pass."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def orthogonalized(x: Tensor, coefficients: Sequence[float], steps: int, scale: 
         polynomial = _symmetric(gram, gram, gram, b, c)
         first, second = (x, polynomial) if is_tall else (polynomial, x)
         x = torch.baddbmm(x, first, second, beta=gain * a, alpha=gain)
-        del wide, first, second  # which would keep the last x through the next iteration
+        del wide, first, second  # they would keep the last x through the next iteration
     return x
 
 

@@ -8,7 +8,7 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
 
 ``--json`` writes one object; keys are added in later versions, never changed:
 
-- ``schema_version`` 1; ``command``: what repeats the run; ``seconds``: how long it took
+- ``schema_version`` 1; ``command``: to repeat the run; ``seconds``: how long it took
 - ``machine``: facts of the machine and the software, text per key; ``data``: what was trained on;
   ``parameters``: of the model
 - ``settings``: the flags as they were used; ``speed`` in it are the GPT's sizes
@@ -45,7 +45,7 @@ COMMAND = "profile-swap"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what args ask for; returns the exit code: 2 for bad input, 1 if a file could not be
+    """Measures as args ask; returns the exit code: 2 for bad input, 1 if a file could not be
     written, else 0."""
     try:
         require_tools(args)

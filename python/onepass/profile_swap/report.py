@@ -83,7 +83,7 @@ def _profile_dict(profile: Profile) -> dict:
 
 
 def call(profile: Profile) -> str | None:
-    """The line of Python that swaps what the advice keeps; None: nothing pays."""
+    """The line of Python that swaps the kinds that are kept; None: nothing pays."""
     advice = profile.advice
     if not _gains(profile):
         return None

@@ -144,7 +144,7 @@ def _attention(
 def _weigh(score: Tensor, value: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """softmax(score) * factor @ value and the log-sum-exp; scores beyond the values have none.
 
-    Rows without a key are 0 and have no gradient; what is -inf by itself is no key either.
+    Rows without a key are 0 and have no gradient; a score that is -inf by itself is masked too.
     """
     masked = score == -math.inf
     empty = masked.all(-1, keepdim=True)

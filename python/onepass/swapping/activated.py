@@ -49,7 +49,7 @@ def _sequential(self, normed: Normed, input):
             norm = module
         else:
             input = module(input)
-    return input if norm is None else norm(input)  # of a slice, whose last child it is
+    return input if norm is None else norm(input)  # a slice may end with a norm
 
 
 def _resnet_block_2d(self, normed: Normed, input_tensor, temb):
@@ -89,7 +89,7 @@ def _composed(norm: nn.Module, activation: nn.Module, x):
 
 
 def _fused(norm: nn.Module, activation: nn.Module, x):
-    """In one pass, if the two are what they were and the call gains."""
+    """Both in one pass, if neither has been replaced or hooked and the call gains."""
     if (
         not (_is_norm(norm) and _is_silu(activation) and is_plain(x))
         or _has_hooks_of_all_modules()
@@ -106,7 +106,7 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
 
 class ActivatedForward(Swapped):
     """Base of forwards of modules that have a form. Norm and activation are called as modules if
-    they have hooks, or are no longer what they were."""
+    they have hooks, or were replaced."""
 
     _onepass_spec: ActivatedSpec
 
@@ -139,8 +139,8 @@ class Activated(NamedTuple):
 
 
 def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of this class of torch's, or what `swap` put in its place,
-    alone."""
+    """Whether a module runs the forward of this class of torch, or the one that `swap` put in its
+    place, and nothing else."""
     if not isinstance(module, of) or any(vars(module)[hooks] for hooks in _HOOKS):
         return False
     cls = getattr(type(module), "_onepass_original", type(module))
@@ -152,8 +152,8 @@ def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
 
 
 def _has_hooks_of_all_modules() -> bool:
-    """Whether hooks of `torch.nn.modules.module.register_module_forward_hook` and its kin wait for
-    the calls of every module."""
+    """Whether hooks on every module are set, as by
+    `torch.nn.modules.module.register_module_forward_hook`."""
     return nn.modules.module._has_any_global_hook()
 
 
@@ -162,10 +162,10 @@ _is_silu = functools.partial(_is_stock, of=nn.SiLU)
 
 
 def form_of(module: nn.Module) -> Activated | Because | None:
-    """The form of a module; the reason if a class that has one is another's; None for others."""
+    """The form of a module; the reason if its class is not the one it was written for; or None."""
     if type(module).forward is nn.Sequential.forward:
         if type(module).__iter__ is not nn.Sequential.__iter__:
-            return None  # it has an order of its own
+            return None  # it may run its children in another order
         names = list(module._modules)
         norms = tuple(
             name

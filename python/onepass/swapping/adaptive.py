@@ -96,7 +96,7 @@ def _fused(norm: nn.Module, x, scale, shift):
         or scale.dim() != 2
         or x.shape[0] != scale.shape[0]
         or torch.promote_types(x.dtype, scale.dtype) != x.dtype
-        or (x.dtype is torch.float64 and not _is_torchs(norm))  # theirs is float32's inside
+        or (x.dtype is torch.float64 and not _is_torchs(norm))  # diffusers' own computes in float32
         or (x.is_cuda and torch.is_autocast_enabled("cuda"))
     ):
         return _composed(norm, x, scale, shift)
@@ -305,7 +305,7 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
 
 
 def outcome(run: Callable, leaves: list[Tensor], normal: Callable) -> list[Tensor]:
-    """What `run` returns, and gradients of leaves for upstream gradients that are normal(*shape).
+    """The results of `run`, and gradients of leaves for upstream gradients that are normal(*shape).
 
     Raises:
         probe.Refused: it fails.

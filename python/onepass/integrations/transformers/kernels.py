@@ -263,7 +263,7 @@ def _activated(module: nn.Module, input: Tensor, activation: str, name: str) -> 
         not (is_plain(input) and input.dtype in _DTYPES and input.dim())
         or not _is_row_major(input)  # torch keeps other orders, as of channels last
         or not _runs_on(input.device, "mlp")
-        or is_autocast(input.device.type)  # some of theirs are float32 there
+        or is_autocast(input.device.type)  # some of its operators run in float32 there
         or small_calls.activation_is_small(input, name)
     ):
         return type(module).forward(module, input)
@@ -272,7 +272,7 @@ def _activated(module: nn.Module, input: Tensor, activation: str, name: str) -> 
 
 
 def _is_row_major(x: Tensor) -> bool:
-    """Whether strides do not grow from left to right; rows may have gaps between them."""
+    """Whether no stride is larger than the one before it; rows may have gaps between them."""
     strides = [x.stride(i) for i in range(x.dim()) if x.shape[i] != 1]
     return all(a >= b for a, b in itertools.pairwise(strides))
 
@@ -336,12 +336,12 @@ def register_kernels(devices: str | Sequence[str] = DEVICES) -> dict[str, list[s
     onepass's layers.
 
     They are added to transformers' mapping of the package kernels, for training and inference,
-    with and without `torch.compile`, in the place of what is downloaded for the same names: RMS
-    norms of most language models, gated ones too, the rotary embedding of query and key, and
-    activations; and those that no model of transformers asks for yet, but code of yours may: gated
-    feed-forward blocks, linear layers, the loss of language models. Models that already use kernels
-    must be switched once more. The model's own code computes norms and rotations of several dtypes,
-    or on other devices.
+    with and without `torch.compile`, in the place of downloads of the same names. Of these names,
+    models of transformers ask for RMS norms (gated ones too), the rotary embedding of query and
+    key, and activations. None asks yet for gated feed-forward blocks, linear layers and the loss of
+    language models, but code of yours may. Models that already use kernels must be switched once
+    more. The model's own code still computes norms and rotations of several dtypes, or on other
+    devices.
 
     `onepass.swap(model)` does the same and more, with a report, a check and a way back; this is for
     those who have chosen transformers' switch. Use one of them.
