@@ -18,6 +18,9 @@ CEILINGS = {
 }
 CASE_INCHES, TITLE_INCHES, FOOTER_INCHES = 0.24, 0.75, 0.6
 
+# Without a frame, the marks of a legend look like values.
+FRAME = {"frameon": True, "framealpha": 1, "edgecolor": "#d5d8dc"}
+
 
 def plot(result: dict, format: str) -> bytes:
     """The picture, as a file of this format.
@@ -69,7 +72,7 @@ def _plot_ratios(axes: Axes, family: str, rows: list[dict]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
     axes.set_yticks(range(len(rows)), [row["name"].partition("/")[2] for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.legend(loc="best")
+    axes.legend(loc="best", **FRAME)
 
 
 def _plot_shares(axes: Axes, rows: list[dict]) -> None:
@@ -86,4 +89,4 @@ def _plot_shares(axes: Axes, rows: list[dict]) -> None:
     axes.set_xlim(0, max(1.15, axes.get_xlim()[1] * 1.1))
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower right", **FRAME)
