@@ -528,7 +528,7 @@ def test_report_is_not_a_model():
 
 
 def test_report_prints_as_an_aligned_table(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setenv("COLUMNS", "100")
     report = onepass.swap(nn.ModuleDict({"model": Model(3), "bn": nn.BatchNorm1d(4)}))
     lines = str(report).splitlines()
     assert lines[0] == "onepass.swap: swapped 13, 1 skipped, 0 unknown"
@@ -540,8 +540,14 @@ def test_report_prints_as_an_aligned_table(monkeypatch):
         assert row[head.index("from") - 1] == " " and row[head.index("from")] != " "
     assert any("BatchNorm1d" in line and "statistics" in line for line in lines)
     notes = lines[lines.index("notes") + 1 :]
-    assert max(map(len, notes)) <= 72
     assert "reproducible from manual_seed and not equal" in " ".join("".join(notes).split())
+
+    monkeypatch.setenv("COLUMNS", "64")  # the last column is on lines of its own
+    narrow = str(report).splitlines()
+    assert max(map(len, narrow)) <= 64
+    below = narrow[narrow.index(next(line for line in narrow if "layers.*.norm1" in line)) + 1]
+    assert below.strip() == "onepass.nn.LayerNorm" and below.startswith(" " * 11)
+    assert sorted(" ".join(narrow).split()) == sorted(" ".join(lines).split())
 
 
 def test_report_as_a_line_for_a_log():

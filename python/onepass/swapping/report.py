@@ -201,14 +201,30 @@ def _common(names: list[str]) -> str:
 
 
 def table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """The lines of a table. In a narrower terminal the last column has lines of its own."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     indent = " " * (len(section) + 2)
+    terminal = shutil.get_terminal_size((1 << 20, 24)).columns
+    is_narrow = len(indent) + sum(widths) + 2 * (len(widths) - 1) > terminal
 
-    def line(cells, start):
-        padded = (
+    def lines(cells, start):
+        padded = [
             cell.rjust(width) if name == "count" else cell.ljust(width)
             for name, cell, width in zip(columns, cells, widths, strict=True)
+        ]
+        if not is_narrow:
+            return [(start + "  ".join(padded)).rstrip()]
+        last = textwrap.wrap(
+            cells[-1],
+            width=terminal,
+            initial_indent=indent + "  ",
+            subsequent_indent=indent + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
-        return (start + "  ".join(padded)).rstrip()
+        return [(start + "  ".join(padded[:-1])).rstrip(), *last]
 
-    return [line(columns, f"{section}  "), *(line(row, indent) for row in rows)]
+    found = lines(columns, f"{section}  ")
+    for row in rows:
+        found += lines(row, indent)
+    return found
