@@ -56,8 +56,27 @@ list(JOIN archs ", " ONEPASS_CUDA_ARCHS_TEXT)
 set(ONEPASS_CUDA_VERSION ${CMAKE_CUDA_COMPILER_VERSION})
 message(STATUS "onepass: CUDA ${ONEPASS_CUDA_VERSION} for ${ONEPASS_CUDA_ARCHS_TEXT}")
 
+# Those that take longest come first: one of them alone at the end would leave cores idle.
+file(GLOB norm_sources CONFIGURE_DEPENDS csrc/cuda/norm/*.cu)
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/*/*.cu)
-onepass_op_library(onepass_cuda ${ops_sources} ${cuda_sources})
+list(PREPEND cuda_sources ${norm_sources})
+list(REMOVE_DUPLICATES cuda_sources)
+onepass_op_library(onepass_cuda ${cuda_sources} ${ops_sources})
+# These have no kernels, so that nvcc would read them once for each architecture in vain.
+set_source_files_properties(csrc/cuda/kernels.cu csrc/cuda/facts.cu csrc/cuda/attention/backend.cu
+  PROPERTIES LANGUAGE CXX)
+# Kernels of attention use instructions that are there from sm_90 on (cuda/ptx.cuh); with nvcc 13,
+# PTX of all others differs from sm_100 on alone.
+set_target_properties(onepass_cuda PROPERTIES CUDA_ARCHITECTURES OFF)
+foreach(source IN LISTS cuda_sources)
+  set(borders 80 100)
+  if(source MATCHES "/cuda/attention/")
+    set(borders 80 90 100)
+  endif()
+  onepass_cuda_code(code "${archs}" "${borders}")
+  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS
+    "$<$<COMPILE_LANGUAGE:CUDA>:${code}>")
+endforeach()
 # std::bit_cast and std::array are constexpr and nothing else says __device__. Multiply-adds are fused
 # where the source says so, as on the CPU.
 target_compile_options(onepass_cuda PRIVATE
