@@ -272,12 +272,25 @@ __device__ __forceinline__ int thread_index() {
 
 // ---- shared memory ------------------------------------------------------------------------------
 
-extern __shared__ __align__(16) unsigned char shared_memory[];
+extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 // `index` numbers the pieces of a kernel; the emulator keeps gaps between them.
 template <class T>
 __device__ __forceinline__ T* shared_piece(int offset, int /*bytes*/, int /*index*/) {
   return reinterpret_cast<T*>(shared_memory + offset);
+}
+
+// The address of shared memory: a multiple of 1,024, so that the lower bits of an offset are those
+// of shared_base() + offset, and may be changed by an exclusive-or there.
+__device__ __forceinline__ uint32_t shared_base() {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
+}
+
+// piece + offset in bytes; `place`: shared_base() + offset.
+template <class T>
+__device__ __forceinline__ T* at_place(T* piece, uint32_t place) {
+  const auto first = static_cast<uint32_t>(__cvta_generic_to_shared(piece)) - shared_base();
+  return static_cast<T*>(__cvta_shared_to_generic(first + place));
 }
 
 }  // namespace onepass::cuda

@@ -524,4 +524,12 @@ T* shared_piece(int offset, int bytes, int index) {
   return static_cast<T*>(emulator::shared_piece(offset, bytes, index));
 }
 
+// Pieces lie apart here, so that a place is an offset.
+inline uint32_t shared_base() { return 0; }
+
+template <class T>
+T* at_place(T* piece, uint32_t place) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(piece) + place);
+}
+
 }  // namespace onepass::cuda

@@ -268,19 +268,18 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       };
       float p[kScoreRows][kTiles][4] = {}, ds[kScoreRows][kTiles][4] = {};
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
-      const int top = top_key();
+      const FragmentLanes<kBucket> top_lanes = lanes.from_row(top_key());
       const auto multiply_keys = [&] {
         add_scores<T, !kTerms>(
             p, query_tile(stage()), lanes, left, work.head_slabs,
-            [&](uint32_t (&a)[4], int m, int k) { load_a<false>(a, key, lanes, top + 16 * m, k); });
+            [&](uint32_t (&a)[4], int m, int k) { load_a<false>(a, key, top_lanes, 16 * m, k); });
       };
       const auto multiply_values = [&] {
-        const FragmentLanes<128> value_lanes(thread_index() % kLanes);
+        const auto value_lanes = FragmentLanes<128>(thread_index() % kLanes).from_row(top_key());
         add_scores<T, !kTerms>(ds, doutput_tile(stage()), lanes, left, work.value_slabs,
                                [&](uint32_t (&a)[4], int m, int k) {
                                  if (k >= kKept) {
-                                   return load_a<false>(a, value, value_lanes, top + 16 * m,
-                                                        k - kKept);
+                                   return load_a<false>(a, value, value_lanes, 16 * m, k - kKept);
                                  }
                                  ONEPASS_UNROLL
                                  for (int j = 0; j < 4; ++j) a[j] = value_a[k / 16][j];
@@ -365,11 +364,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     const FragmentLanes<ScoreTile::kChunks * kChunk> score_lanes(thread_index() % kLanes);
     if constexpr (kParts > 1) {
       uint32_t a[kRowTiles][kQueries / 16][4];
+      const auto own_lanes = score_lanes.from_row(own_key());
       const auto load_own = [&](int col) {
         ONEPASS_UNROLL
         for (int i = 0; i < kRowTiles * kQueries / 16; ++i) {
           const int m = i % kRowTiles, step = i / kRowTiles;
-          load_a<false>(a[m][step], scores, score_lanes, own_key() + 16 * m, col + 16 * step);
+          load_a<false>(a[m][step], scores, own_lanes, 16 * m, col + 16 * step);
         }
       };
       if (args.dvalue.data) {

@@ -28,6 +28,7 @@ __device__ __forceinline__ void add_scores(float (&sum)[kRowTiles][kTiles][4],
                                            const Tile<T, kCols>& right,
                                            const FragmentLanes<kCols>& lanes, int first, int slabs,
                                            Factor&& factor) {
+  const FragmentLanes<kCols> own = lanes.from_row(first);
   ONEPASS_UNROLL
   for (int slab = 0; slab < kCols / kSlab; ++slab) {
     if (!(kBegins && slab == 0) && slab >= slabs) continue;
@@ -39,7 +40,7 @@ __device__ __forceinline__ void add_scores(float (&sum)[kRowTiles][kTiles][4],
       ONEPASS_UNROLL
       for (int n = 0; n < kTiles; n += 2) {
         uint32_t b[4];
-        load_b<true>(b, right, lanes, k, first + 8 * n);
+        load_b<true>(b, right, own, k, 8 * n);
         ONEPASS_UNROLL
         for (int m = 0; m < kRowTiles; ++m) add_product<T>(sum[m][n], sum[m][n + 1], a[m], b);
       }

@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(
   const Dropout dropout = kTerms ? dropout_of(args) : Dropout{{}, 0, 0, 1.0f};
   // With terms, scores are in natural units: a bias of finfo.min leaves no room for a factor.
   const float unit = kTerms ? kLog2e : numbers.unit;
-  FragmentLanes<kBucket> lanes, query_lanes = lanes.from_row(warp_row);
+  FragmentLanes<kBucket, kKind == ForwardKind::kPart> lanes, query_lanes = lanes.from_row(warp_row);
   RunningRow running[kWarpTiles][2];
   float sum[kWarpTiles][kDimTiles][4] = {};
   PagePlace next = find_place(block->last_tile - 1);

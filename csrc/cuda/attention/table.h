@@ -47,9 +47,9 @@ void visit_bucket(const Attention& args, F&& f) {
 
 // Instances of the forward; a call takes the first one that can serve it.
 //
-// kPart and kTerms, and the backward, decide in their loops which pieces rows have. Compiled for
-// pieces of 16 bytes alone (sm_90, bfloat16), an iteration issues fewer instructions, at 64, 128
-// and 256 columns:
+// kPart and kTerms, and the backward, decide in their loops which pieces rows have. When this was
+// settled, an iteration compiled for pieces of 16 bytes alone (sm_90, bfloat16) issued fewer
+// instructions, at 64, 128 and 256 columns (kPart and the backward have 8 to 43 fewer now):
 //   kPart      1,156 -> 1,122   1,139 -> 1,091   1,147 -> 1,075
 //   kTerms     2,491 -> 2,460   1,634 -> 1,611   2,361 -> 2,338
 //   backward   1,325 -> 1,300   1,163 -> 1,134     887 -> 865; wide 1,190 -> 1,176
@@ -87,14 +87,17 @@ constexpr int forward_shared_bytes(int bucket, const AttentionTile& tile, bool l
 // Whether two blocks of so many bytes fit on a multiprocessor, so that one multiplies during the
 // softmax of the other. Each block takes 1 KiB more than it asks for; `shared` is the most that a
 // single block may ask for. Registers: a block of 128 threads with 255 registers each, which are
-// given out by eights, takes half of the 65,536 of a multiprocessor, so two always fit.
+// given out by eights, takes half of the 65,536 of a multiprocessor, so two always fit, and three
+// with 168. Held to 240 (__maxnreg__, sm_90, 128 columns), whole rows take 36 instructions more.
 constexpr bool two_fit(size_t bytes, size_t shared) { return 2 * (bytes + 1024) <= shared + 1024; }
 
 // Whether a call takes the narrow tile: if two blocks with the other would not fit. So it is at 128
 // columns without terms in the 100 KiB of compute capability 8.6, 8.9 and 12.0. The A100 (164 KiB)
 // and the H100 (228 KiB) have room for two, and there 64 keys read Q half as often. At 256 columns
-// only the H100 has room: two would fit 164 KiB with 32 keys and 100 KiB with 16 keys, but there
-// are no such instances.
+// a block takes 98 KiB, and only the H100 has room for two. With 32 keys it would take 65 KiB, and
+// two would fit the A100, with 10 fragments for 16 products in place of 9; with 16 keys 49 KiB, and
+// two would fit 100 KiB. There are no such instances: both dtypes would need one, and attention
+// has 74.
 //
 // The number of keys changes the order of additions, so the last bits of a result may differ from
 // one kind of device to another. On one device they depend on the row alone.
@@ -145,7 +148,13 @@ static_assert(is_narrow(128, false, 99 * 1024) && !is_narrow(128, false, 163 * 1
 // queries, which would read 96 fragments for 160 products: more than 176 for 320. But these devices
 // multiply at most 512 per clock, in 10,240 clocks, so that shared memory is not their bound.
 //
-// Calls with terms of scores have the first layout everywhere: their terms take longer.
+// Calls with terms of scores have the first layout everywhere, with 32 queries at a time, so that K
+// and V are read twice: 192 fragments. Memory would do for the wide layout (163 KiB, as without
+// terms), registers would not: S, dP and the derivatives of 32 keys by 32 queries are 96, dK and dV
+// 128, dS 16. That leaves 15 of 255 for fragments and addresses, of which the first layout has 63.
+// With 16 queries at a time it has these too, and 176 fragments (48 each for S and dP), 6 % less of
+// shared memory's time. Both dtypes would need an instance more, and attention has 74: fewer than
+// 75 keep the build short.
 constexpr AttentionTile backward_tile(int bucket) {
   if (bucket == 64) return {.queries = 128, .keys = 128, .warps = 8};
   if (bucket == 128) return {.queries = 64, .keys = 128, .warps = 8};

@@ -252,7 +252,12 @@ __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Row
 
 // Offsets in bytes from a fragment's first element to the row that a lane addresses for ldmatrix,
 // with the swizzle. Two offsets are enough: a column at a multiple of 16 is one XOR.
-template <int kCols>
+//
+// kPlaced: shared_base() is added to them, so that what differs from tile to tile or row to row is
+// a constant, which an instruction adds. Otherwise the address of the tile is added after the XOR,
+// one instruction for each column and warp's row. Code of sm_90 adds the address of shared memory
+// in the instruction, so that short loops may gain nothing there.
+template <int kCols, bool kPlaced = true>
 struct FragmentLanes {
   uint32_t straight;  // matrices 0 1 2 3: rows 0-7, 8-15, then the same 8 columns further
   uint32_t crossed;   // rows 0-7, the same 8 columns further, then both for rows 8-15
@@ -264,11 +269,13 @@ struct FragmentLanes {
     };
     straight = bytes(8 * second + within, fourth ^ within);
     crossed = bytes(8 * fourth + within, second ^ within);
+    if (kPlaced) straight += shared_base(), crossed += shared_base();
   }
   // For fragments whose rows are counted from `row`, a multiple of 8.
   __device__ __forceinline__ FragmentLanes from_row(int row) const {
     FragmentLanes lanes = *this;
     lanes.straight += static_cast<uint32_t>(row * kCols * 2);
+    lanes.crossed += static_cast<uint32_t>(row * kCols * 2);
     return lanes;
   }
   // At the top of a loop, so that the compiler does not keep the address of every fragment in a
@@ -280,30 +287,33 @@ struct FragmentLanes {
 };
 
 // The address of the lane's row of a fragment that begins at column `col` of `rows`.
+template <bool kPlaced>
 __device__ __forceinline__ const void* fragment_row(const void* rows, uint32_t lane, int col) {
-  return static_cast<const char*>(rows) + (lane ^ static_cast<uint32_t>(2 * col));
+  const uint32_t own = lane ^ static_cast<uint32_t>(2 * col);
+  return kPlaced ? at_place(rows, own) : static_cast<const char*>(rows) + own;
 }
 
 // The 16 x 16 A fragment at (row, col) of a matrix whose tile holds it, or its transpose.
-template <bool kTransposed, class T, int kCols>
+template <bool kTransposed, class T, int kCols, bool kPlaced>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const Tile<T, kCols>& tile,
-                                       const FragmentLanes<kCols>& lanes, int row, int col) {
+                                       const FragmentLanes<kCols, kPlaced>& lanes, int row,
+                                       int col) {
   if constexpr (kTransposed) {
-    ldmatrix<4, true>(a, fragment_row(tile.data + col * kCols, lanes.crossed, row));
+    ldmatrix<4, true>(a, fragment_row<kPlaced>(tile.data + col * kCols, lanes.crossed, row));
   } else {
-    ldmatrix<4, false>(a, fragment_row(tile.data + row * kCols, lanes.straight, col));
+    ldmatrix<4, false>(a, fragment_row<kPlaced>(tile.data + row * kCols, lanes.straight, col));
   }
 }
 
 // The B fragments of columns n .. n + 15 (b[0], b[1] and b[2], b[3]) and rows k .. k + 15 of a
 // matrix that the tile holds, or whose transpose it holds.
-template <bool kTransposed, class T, int kCols>
+template <bool kTransposed, class T, int kCols, bool kPlaced>
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], const Tile<T, kCols>& tile,
-                                       const FragmentLanes<kCols>& lanes, int k, int n) {
+                                       const FragmentLanes<kCols, kPlaced>& lanes, int k, int n) {
   if constexpr (kTransposed) {
-    ldmatrix<4, false>(b, fragment_row(tile.data + n * kCols, lanes.crossed, k));
+    ldmatrix<4, false>(b, fragment_row<kPlaced>(tile.data + n * kCols, lanes.crossed, k));
   } else {
-    ldmatrix<4, true>(b, fragment_row(tile.data + k * kCols, lanes.straight, n));
+    ldmatrix<4, true>(b, fragment_row<kPlaced>(tile.data + k * kCols, lanes.straight, n));
   }
 }
 
@@ -329,11 +339,14 @@ template <class T, int kCols>
 __device__ __forceinline__ void put_a(const Tile<T, kCols>& tile, const uint32_t (&a)[4], int row,
                                       int col) {
   const auto lane = static_cast<uint32_t>(thread_index() % kLanes), g = lane / 4;
-  const uint32_t own = g * (kCols + kChunk) + lane % 4 * 2;  // row g, column 2 t, swizzled
+  // The place of row g, column 2 t, swizzled.
+  const uint32_t own = shared_base() + static_cast<uint32_t>(2 * row * kCols) +
+                       2 * (g * (kCols + kChunk) + lane % 4 * 2);
   ONEPASS_UNROLL
   for (int i = 0; i < 4; ++i) {
-    T* const rows = tile.data + (row + i % 2 * 8) * kCols;
-    *reinterpret_cast<uint32_t*>(rows + (own ^ (col + i / 2 * 8))) = a[i];
+    T* const rows = tile.data + i % 2 * 8 * kCols;
+    const auto columns = static_cast<uint32_t>(2 * (col + i / 2 * 8));
+    *reinterpret_cast<uint32_t*>(at_place(rows, own ^ columns)) = a[i];
   }
 }
 
