@@ -16,7 +16,7 @@ from onepass.compare.model import GPT, Sizes, call, cast, loss_of
 from onepass.compare.settings import add_arguments, read_settings
 from onepass.compare.train import Trainer
 from onepass.estimate import optimizers, step
-from onepass.estimate.timeline import tensors_of
+from onepass.estimate.fakes import tensors_of
 from tests.estimate.models import MODELS
 from tests.support import allocations
 

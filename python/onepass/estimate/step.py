@@ -28,6 +28,7 @@ from onepass._ops import loss as loss_ops
 from onepass.compare.errors import BadInput
 from onepass.compare.model import call, loss_of
 from onepass.estimate import optimizers
+from onepass.estimate.fakes import tensors_of
 from onepass.estimate.result import Estimate
 from onepass.estimate.subject import Subject
 from onepass.estimate.timeline import (
@@ -38,7 +39,6 @@ from onepass.estimate.timeline import (
     UPDATE,
     Peak,
     Timeline,
-    tensors_of,
 )
 from onepass.optim import muon
 from onepass.optim.attempt import Attempt

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from onepass.compare.model import each_tensor
-from onepass.estimate.timeline import MOST_COMPUTED, Fakes, fake_mode, tensors_of
+from onepass.estimate.fakes import MOST_COMPUTED, Fakes, fake_mode, tensors_of
 
 
 class Subject:

@@ -2,11 +2,8 @@
 
 A dispatch mode sees the results of each operator, and a weak reference to a storage tells when the
 last tensor, saved for the backward or not, releases it. Views share a storage, which counts once.
-Temporary memory inside an operator is not seen, but for a chunk of logits.
-
-With a fake mode nothing large is computed: a tensor is a shape, and a model of any size runs in the
-memory of its Python objects. Small results that depend
-on the batch alone (positions, masks) are computed all the same, so that a model may read them.
+Temporary memory inside an operator is not seen, but for a chunk of logits. With a fake mode nothing
+large is computed: :mod:`onepass.estimate.fakes`.
 """
 
 from __future__ import annotations
@@ -14,27 +11,17 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass._ops.small_calls import CHUNK_OF_WORD
+from onepass.estimate.fakes import Fakes, tensors_of
 
-# The largest result, in bytes, that is computed if no input is a fake; and the largest one without
-# tensor inputs, as parameters are made.
-MOST_COMPUTED, MOST_MADE = 1 << 24, 1 << 20
-
-_READ = torch.ops.aten._local_scalar_dense.default
 _CAST = torch.ops.aten._to_copy.default
 _LOSSES = (
     "log_softmax", "nll_loss", "cross_entropy", "mse_loss", "l1_loss", "huber_loss", "kl_div",
@@ -45,57 +32,6 @@ BEFORE, FORWARD, BACKWARD, UPDATE = "before", "forward", "backward", "update"  #
 GRADIENTS, SCRATCH = "gradients", "scratch"
 CASTS = "(weights that autocast casts)"
 LOSS = "(loss)"
-
-
-def fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def tensors_of(tree) -> list[Tensor]:
-    """The tensors in nested lists, tuples and mappings."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    found = []
-    for item in tree:  # most are tensors or numbers, and this runs for every operator
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, Mapping)):
-            found += tensors_of(item)
-    return found
-
-
-class Fakes(TorchDispatchMode):
-    """Runs operators without computing if an input is a fake or a result would be large."""
-
-    def __init__(self, fake: FakeTensorMode | None):
-        """fake: None computes everything."""
-        super().__init__()
-        self.fake = fake
-        self.number_read: float | None = None  # of any fake; None: an error
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return self.run(function, types, args, kwargs or {})
-
-    def run(self, function, types, args, kwargs):
-        if self.fake is None:
-            return function(*args, **kwargs)
-        given = tensors_of(args) + tensors_of(kwargs) if kwargs else tensors_of(args)
-        if any(isinstance(tensor, FakeTensor) for tensor in given):
-            if self.number_read is not None and function is _READ:
-                return self.number_read
-            return self.fake.__torch_dispatch__(function, types, args, kwargs)
-        most = MOST_COMPUTED if given else MOST_MADE
-        try:
-            result = self.fake.__torch_dispatch__(function, types, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return function(*args, **kwargs)
-        if any(tensor.untyped_storage().nbytes() > most for tensor in tensors_of(result)):
-            return result
-        return function(*args, **kwargs)
 
 
 @dataclass
