@@ -95,6 +95,7 @@ def _group_norm(given: Given) -> Layout:
         _choices(dims),
         even={"channels": groups},
         localize=localize,
+        special=frozenset({"channels"}),
     )
 
 
@@ -115,6 +116,7 @@ def _linear(given: Given) -> Layout:
         [*_choices(rows), ("out",), ("in",)],
         summed=frozenset({"in"}),
         localize=localize,
+        special=frozenset() if given["bias"] is None else frozenset({"in"}),
     )
 
 
@@ -155,7 +157,7 @@ def _rotary_inplace(given: Given) -> Layout:
         for x, output in zip(whole, rotated, strict=True):
             x.copy_(output)
 
-    layout.compute, layout.finish = compute, finish
+    layout.compute, layout.finish, layout.special = compute, finish, None
     return layout
 
 
@@ -216,7 +218,14 @@ def _attention(given: Given) -> Layout:
     if not (packed or blocks or "seqused_k" in options):
         choices.append(("queries",))
     outputs = (of_query, of_lse)
-    return Layout(inputs, outputs, choices, even=_even(heads, kv_heads), localize=localize)
+    return Layout(
+        inputs,
+        outputs,
+        choices,
+        even=_even(heads, kv_heads),
+        localize=localize,
+        special=frozenset({"queries"}),
+    )
 
 
 def _attention_decode(given: Given) -> Layout:
@@ -306,6 +315,7 @@ def _loss(entry: Callable, of_classes: Callable) -> Callable[[Given], Layout]:
             localize=localize,
             compute=compute,
             finish=None if reduction == _NONE else finish,
+            special=frozenset({"classes"}) if reduction == _NONE else None,
         )
 
     return rule

@@ -33,6 +33,7 @@ from torch.distributed.tensor import (
 
 from onepass._imported import is_async
 from onepass._ops.random import adjusted
+from onepass.distributed import plans
 
 Names = tuple[str | None, ...]  # of a tensor's dimensions; None: never split
 Choice = tuple[str, ...]  # names that are split together; none: the whole on each process
@@ -53,6 +54,8 @@ class Layout:
         localize: turns the other arguments into those of a part, in place.
         compute: a function that runs in place of the entry.
         finish: turns the results, DTensors, into those that the caller gets.
+        special: names of which a part needs localize or compute; None: every call does. Where no
+            such name is split, and nothing has to be finished, the entry computes the parts.
     """
 
     inputs: Mapping[str, Names]
@@ -65,6 +68,7 @@ class Layout:
     localize: Callable[[dict, Parts], None] | None = None
     compute: Callable | None = None
     finish: Callable | None = None
+    special: frozenset[str] | None = frozenset()
 
 
 @dataclass
@@ -108,11 +112,18 @@ def run(function: Callable, *args, **kwargs):
 
     op = function.__name__
     given = _given(function, args, kwargs)
+    key = plans.key_of(function, given)
+    plan = None if key is None else plans.known.get(key)
+    if plan is not None:
+        return _planned(plan, function, given)
     layout = RULES[op](given)
     tensors = _tensors(given)
     mesh = _mesh(op, tensors)
     parts = Parts(_sizes(op, layout, tensors))
     chosen = _chosen(op, layout, tensors, mesh, parts)
+    plan = None
+    if key is not None and _lies_right(layout, tensors, mesh, chosen):
+        plan = _plan(layout, tensors, mesh, chosen, parts)
     for name, tensor in tensors.items():
         names = layout.inputs.get(name, ())
         local = _local(tensor, names, mesh, chosen)
@@ -127,9 +138,62 @@ def run(function: Callable, *args, **kwargs):
         result if result is None else _wrapped(result, names, mesh, chosen, layout.summed, parts)
         for result, names in zip(_listed(results), layout.outputs, strict=True)
     ]
+    if plan is not None:  # only now: a call that is refused has none
+        plans.keep(key, plan)
     if layout.finish is not None:
         return layout.finish(*wrapped)
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
+
+
+def _planned(plan: plans.Plan, function: Callable, given: dict[str, object]):
+    """The call of an entry whose plan is known."""
+    for name in plan.gradients:
+        holder = given if name in given else given["options"]
+        holder[name] = plan.part(name, holder[name])
+    with adjusted(plan.adjust):
+        results = _called(function, function, given)
+    if isinstance(results, tuple):
+        return tuple(x if x is None else plan.whole(i, x) for i, x in enumerate(results))
+    return None if results is None else plan.whole(0, results)
+
+
+def _lies_right(
+    layout: Layout, tensors: Mapping[str, Tensor], mesh: DeviceMesh, chosen: list[Choice]
+) -> bool:
+    """Whether the entry itself computes parts as they lie."""
+    if layout.special is None or layout.finish is not None or layout.overwritten:
+        return False
+    if any(name in layout.special for choice in chosen for name in choice):
+        return False
+    if mesh.get_coordinate() is None:
+        return False
+    for name, tensor in tensors.items():
+        wanted = tuple(_placement(layout.inputs.get(name, ()), choice) for choice in chosen)
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh is not mesh or tensor.placements != wanted:
+                return False
+        elif not all(placement.is_replicate() for placement in wanted):
+            return False
+    return True
+
+
+def _plan(
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    chosen: list[Choice],
+    parts: Parts,
+) -> plans.Plan:
+    gradients = {
+        name: tuple(_gradients(layout.inputs.get(name, ()), chosen))
+        for name, tensor in tensors.items()
+        if isinstance(tensor, DTensor)
+    }
+    outputs = []
+    for names in layout.outputs:
+        sizes = tuple(None if name is None else parts.sizes.get(name) for name in names)
+        outputs.append((tuple(_of_result(names, chosen, layout.summed)), sizes))
+    return plans.Plan(mesh, gradients, outputs, functools.partial(_of_part, mesh, chosen))
 
 
 def same_on_all(drawn: Tensor, like: DTensor) -> DTensor:
@@ -295,12 +359,27 @@ def _local(tensor: Tensor, names: Names, mesh: DeviceMesh, chosen: list[Choice])
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if list(tensor.placements) != wanted:
         tensor = tensor.redistribute(mesh, wanted)
-    gradients = [
+    local = tensor.to_local(grad_placements=_gradients(names, chosen))
+    return _Waited.apply(local) if is_async(local) else local
+
+
+def _gradients(names: Names, chosen: list[Choice]) -> list[Placement]:
+    """Those of a part's gradient."""
+    wanted = [_placement(names, choice) for choice in chosen]
+    return [
         Partial() if choice and placement.is_replicate() else placement
         for choice, placement in zip(chosen, wanted, strict=True)
     ]
-    local = tensor.to_local(grad_placements=gradients)
-    return _Waited.apply(local) if is_async(local) else local
+
+
+def _of_result(names: Names, chosen: list[Choice], summed: frozenset[str]) -> list[Placement]:
+    placements = []
+    for choice in chosen:
+        placement = _placement(names, choice)
+        if placement.is_replicate() and not summed.isdisjoint(choice):
+            placement = Partial()
+        placements.append(placement)
+    return placements
 
 
 class _Waited(torch.autograd.Function):
@@ -338,22 +417,17 @@ def _wrapped(
     summed: frozenset[str],
     parts: Parts,
 ) -> DTensor:
-    placements = []
-    for choice in chosen:
-        placement = _placement(names, choice)
-        if placement.is_replicate() and not summed.isdisjoint(choice):
-            placement = Partial()
-        placements.append(placement)
     shape = torch.Size(
         size if name is None else parts.sizes.get(name, size)
         for name, size in zip(names, result.shape, strict=True)
     )
-    stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (result.stride(dim), -dim)):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
     return DTensor.from_local(
-        result, mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+        result,
+        mesh,
+        _of_result(names, chosen, summed),
+        run_check=False,
+        shape=shape,
+        stride=plans.stride_of(shape, result),
     )
 
 

@@ -1,0 +1,178 @@
+"""What calls on DTensors are, kept for the next such call: nothing is chosen or compared again.
+
+A plan is kept where every tensor lies right already and the entry itself computes the parts, so
+that nothing but shapes, dtypes, placements and options was looked at. All of these are in its key.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+MOST = 1024  # plans; then the cache starts anew
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_LOCAL = frozenset((Tensor, torch.nn.Parameter))
+
+
+@dataclass(slots=True)
+class Plan:
+    """How to run a call.
+
+    Attributes:
+        gradients: of each DTensor by its argument's name, the placements of its gradient.
+        outputs: of each result, its placements, and of each dimension the size of the whole, None
+            where it is that of the part.
+        adjust: of `onepass._ops.random.adjusted`, the call's seeds.
+    """
+
+    mesh: DeviceMesh
+    gradients: Mapping[str, tuple[Placement, ...]]
+    outputs: list[tuple[tuple[Placement, ...], tuple[int | None, ...]]]
+    adjust: Callable[[Tensor], Tensor]
+    specs: dict[tuple, DTensorSpec] = field(default_factory=dict)
+
+    def part(self, name: str, tensor: DTensor) -> Tensor:
+        """This process's part of an argument."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Part.apply(tensor, self.gradients[name], self)
+        return tensor._local_tensor
+
+    def whole(self, number: int, result: Tensor) -> DTensor:
+        """The DTensor of a result."""
+        placements, sizes = self.outputs[number]
+        spec = self.spec(placements, sizes, result)
+        if result.requires_grad:
+            return _Whole.apply(result, spec)
+        return DTensor(result, spec, requires_grad=False)
+
+    def spec(self, placements, sizes: tuple[int | None, ...], part: Tensor) -> DTensorSpec:
+        """Of a tensor with this part."""
+        key = (placements, sizes, part.shape, part.stride(), part.dtype)
+        spec = self.specs.get(key)
+        if spec is None:
+            shape = torch.Size(
+                mine if of_whole is None else of_whole
+                for of_whole, mine in zip(sizes, part.shape, strict=True)
+            )
+            meta = TensorMeta(shape, stride_of(shape, part), part.dtype)
+            if len(self.specs) >= MOST:
+                self.specs.clear()
+            spec = self.specs[key] = DTensorSpec(self.mesh, placements, tensor_meta=meta)
+        return spec
+
+
+known: dict[tuple, Plan] = {}
+
+
+def keep(key: tuple, plan: Plan) -> None:
+    if len(known) >= MOST:
+        known.clear()
+    known[key] = plan
+
+
+def key_of(function: Callable, given: Mapping[str, object]) -> tuple | None:
+    """All that a plan depends on. None: a call that has no plan, as of other classes of tensors, or
+    while it is compiled.
+
+    A mesh is the very object: an equal one may have other process groups. A plan holds it, so that
+    no other object gets its id.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    key: list[object] = [function, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    return tuple(key) if _describe(given.values(), key) else None
+
+
+def _describe(values, key: list) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, enum.Enum):
+            key.append(kind)  # 1, 1.0 and True are equal
+            key.append(value)
+        elif kind is DTensor:
+            part, spec = value._local_tensor, value._spec
+            if type(part) not in _LOCAL:  # on its way, or of a mode
+                return False
+            key += (
+                id(spec.mesh),
+                spec.placements,
+                value.shape,
+                value.stride(),
+                value.dtype,
+                value.requires_grad,
+                part.shape,
+                part.device,
+            )
+        elif kind in _LOCAL:
+            key += (kind, value.shape, value.stride(), value.dtype, value.requires_grad)
+            key.append(value.device)
+        elif kind is dict:  # options
+            key += (kind, *value)
+            if not _describe(value.values(), key):
+                return False
+        elif kind is list or kind is tuple or kind is torch.Size:
+            key += (kind, len(value))
+            if not _describe(value, key):
+                return False
+        else:
+            return False
+    return True
+
+
+def stride_of(shape: torch.Size, part: Tensor) -> tuple[int, ...]:
+    """Of a whole whose dimensions lie in memory in the order of those of a part."""
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (part.stride(dim), -dim)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+class _Part(torch.autograd.Function):
+    """`DTensor.to_local(grad_placements=...)`, with what is known of its gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, placements, plan):
+        ctx.set_materialize_grads(False)
+        ctx.placements, ctx.plan, ctx.shape = placements, plan, tensor.shape
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is None:
+            return None, None, None
+        spec = ctx.plan.spec(ctx.placements, tuple(ctx.shape), gradient)
+        if torch.is_grad_enabled() or type(gradient) is not Tensor:
+            given = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+            return DTensor.from_local(gradient, spec.mesh, spec.placements, **given), None, None
+        return DTensor(gradient, spec, requires_grad=False), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """`DTensor.from_local`, with its specification."""
+
+    @staticmethod
+    def forward(ctx, part, spec):
+        ctx.set_materialize_grads(False)
+        ctx.placements = tuple(
+            torch.distributed.tensor.Replicate() if p.is_partial() else p for p in spec.placements
+        )
+        return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is None:
+            return None, None
+        if gradient.placements != ctx.placements:
+            gradient = gradient.redistribute(placements=ctx.placements)
+        elif not torch.is_grad_enabled() and type(gradient._local_tensor) is Tensor:
+            return gradient._local_tensor, None
+        return gradient.to_local(), None
