@@ -252,5 +252,5 @@ def test_a_7b_config_needs_no_memory_to_speak_of_and_little_time(tmp_path):
     assert json.loads(done.stdout)["parameter_count"] == 6_738_415_616
     seconds, most = map(float, done.stderr.split()[-2:])
     assert most * 1024 < 2e9
-    # 24 on a quiet Xeon; 34 if every step ran all layers.
-    assert seconds < 32, f"{seconds:.1f} CPU seconds"
+    # 11 on a quiet Xeon; 22 without the cache of `onepass.estimate.fakes`.
+    assert seconds < 20, f"{seconds:.1f} CPU seconds"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 MOST = 1024  # plans; then the cache starts anew
@@ -26,37 +26,46 @@ class Plan:
     """How to run a call.
 
     Attributes:
-        gradients: of each DTensor by its argument's name, the placements of its gradient.
-        outputs: of each result, its placements, and of each dimension the size of the whole, None
-            where it is that of the part.
+        gradients: names of the arguments that are DTensors.
+        wholes: of each gradient by its name, and of each result by its number: the placements, and
+            of each dimension the size of the whole, None where it is that of the part.
         adjust: of `onepass._ops.random.adjusted`, the call's seeds.
     """
 
     mesh: DeviceMesh
-    gradients: Mapping[str, tuple[Placement, ...]]
-    outputs: list[tuple[tuple[Placement, ...], tuple[int | None, ...]]]
+    gradients: list[str]
+    wholes: Mapping[str | int, tuple[tuple[Placement, ...], tuple[int | None, ...]]]
     adjust: Callable[[Tensor], Tensor]
     specs: dict[tuple, DTensorSpec] = field(default_factory=dict)
 
-    def part(self, name: str, tensor: DTensor) -> Tensor:
-        """This process's part of an argument."""
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return _Part.apply(tensor, self.gradients[name], self)
-        return tensor._local_tensor
+    def localize(self, given: dict[str, object]) -> None:
+        """Puts this process's parts in the place of DTensors, among an entry's options too."""
+        is_recorded, recorded = torch.is_grad_enabled(), []
+        for name in self.gradients:
+            holder = given if name in given else given["options"]
+            if is_recorded and holder[name].requires_grad:
+                recorded.append((holder, name))
+            else:
+                holder[name] = holder[name]._local_tensor
+        if recorded:
+            tensors = [holder[name] for holder, name in recorded]
+            parts = _Parts.apply(self, [name for _, name in recorded], *tensors)
+            for (holder, name), part in zip(recorded, parts, strict=True):
+                holder[name] = part
 
     def whole(self, number: int, result: Tensor) -> DTensor:
         """The DTensor of a result."""
-        placements, sizes = self.outputs[number]
-        spec = self.spec(placements, sizes, result)
+        spec = self.spec(number, result)
         if result.requires_grad:
             return _Whole.apply(result, spec)
         return DTensor(result, spec, requires_grad=False)
 
-    def spec(self, placements, sizes: tuple[int | None, ...], part: Tensor) -> DTensorSpec:
-        """Of a tensor with this part."""
-        key = (placements, sizes, part.shape, part.stride(), part.dtype)
+    def spec(self, of: str | int, part: Tensor) -> DTensorSpec:
+        """Of a gradient or result with this part."""
+        key = (of, part.shape, part.stride(), part.dtype)
         spec = self.specs.get(key)
         if spec is None:
+            placements, sizes = self.wholes[of]
             shape = torch.Size(
                 mine if of_whole is None else of_whole
                 for of_whole, mine in zip(sizes, part.shape, strict=True)
@@ -135,25 +144,30 @@ def stride_of(shape: torch.Size, part: Tensor) -> tuple[int, ...]:
     return tuple(stride)
 
 
-class _Part(torch.autograd.Function):
-    """`DTensor.to_local(grad_placements=...)`, with what is known of its gradient."""
+class _Parts(torch.autograd.Function):
+    """`DTensor.to_local(grad_placements=...)` of those that require gradients, with what is known
+    of these."""
 
     @staticmethod
-    def forward(ctx, tensor, placements, plan):
+    def forward(ctx, plan, names, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.placements, ctx.plan, ctx.shape = placements, plan, tensor.shape
-        local = tensor._local_tensor
-        return local.view_as(local)
+        ctx.plan, ctx.names = plan, names
+        return tuple(x._local_tensor.view_as(x._local_tensor) for x in tensors)
 
     @staticmethod
-    def backward(ctx, gradient):
-        if gradient is None:
-            return None, None, None
-        spec = ctx.plan.spec(ctx.placements, tuple(ctx.shape), gradient)
-        if torch.is_grad_enabled() or type(gradient) is not Tensor:
-            given = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
-            return DTensor.from_local(gradient, spec.mesh, spec.placements, **given), None, None
-        return DTensor(gradient, spec, requires_grad=False), None, None
+    def backward(ctx, *gradients):
+        found = []
+        for name, gradient in zip(ctx.names, gradients, strict=True):
+            if gradient is None:
+                found.append(None)
+                continue
+            spec = ctx.plan.spec(name, gradient)
+            if torch.is_grad_enabled() or type(gradient) is not Tensor:
+                given = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+                found.append(DTensor.from_local(gradient, spec.mesh, spec.placements, **given))
+            else:
+                found.append(DTensor(gradient, spec, requires_grad=False))
+        return None, None, *found
 
 
 class _Whole(torch.autograd.Function):
@@ -163,7 +177,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx, part, spec):
         ctx.set_materialize_grads(False)
         ctx.placements = tuple(
-            torch.distributed.tensor.Replicate() if p.is_partial() else p for p in spec.placements
+            Replicate() if placement.is_partial() else placement for placement in spec.placements
         )
         return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
 

@@ -147,9 +147,7 @@ def run(function: Callable, *args, **kwargs):
 
 def _planned(plan: plans.Plan, function: Callable, given: dict[str, object]):
     """The call of an entry whose plan is known."""
-    for name in plan.gradients:
-        holder = given if name in given else given["options"]
-        holder[name] = plan.part(name, holder[name])
+    plan.localize(given)
     with adjusted(plan.adjust):
         results = _called(function, function, given)
     if isinstance(results, tuple):
@@ -184,16 +182,16 @@ def _plan(
     chosen: list[Choice],
     parts: Parts,
 ) -> plans.Plan:
-    gradients = {
-        name: tuple(_gradients(layout.inputs.get(name, ()), chosen))
-        for name, tensor in tensors.items()
-        if isinstance(tensor, DTensor)
-    }
-    outputs = []
-    for names in layout.outputs:
+    wholes: dict[str | int, tuple] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            placements = _gradients(layout.inputs.get(name, ()), chosen)
+            wholes[name] = tuple(placements), tuple(tensor.shape)
+    gradients = list(wholes)
+    for number, names in enumerate(layout.outputs):
         sizes = tuple(None if name is None else parts.sizes.get(name) for name in names)
-        outputs.append((tuple(_of_result(names, chosen, layout.summed)), sizes))
-    return plans.Plan(mesh, gradients, outputs, functools.partial(_of_part, mesh, chosen))
+        wholes[number] = tuple(_of_result(names, chosen, layout.summed)), sizes
+    return plans.Plan(mesh, gradients, wholes, functools.partial(_of_part, mesh, chosen))
 
 
 def same_on_all(drawn: Tensor, like: DTensor) -> DTensor:
