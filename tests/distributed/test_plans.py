@@ -15,6 +15,15 @@ from tests.distributed.test_operators import CASES, S0, S1, R, drawn, listed, up
 pytestmark = distributed
 
 
+# Parts of these are not computed by the entry alone, or a plain target has to be cut.
+WITHOUT = {
+    "causal attention of more queries than keys", "merge_attention_states", "cross_entropy",
+    "cross_entropy, summed", "cross_entropy of each row", "cross_entropy of classes in parts",
+    "linear_cross_entropy", "linear_cross_entropy of each row",
+    "linear_cross_entropy of classes in parts",
+}  # fmt: skip
+
+
 def spread(value, place, mesh=None):
     return distribute_tensor(value, mesh or mesh_of((2,)), [place], src_data_rank=None)
 
@@ -74,12 +83,7 @@ def body_of_case(name: str) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_with_a_plan_is_the_call_without(name):
     kept = run(2, body_of_case, name)
-    assert kept[0] == kept[1]
-    # Sums of losses, rotation in place and what lies elsewhere have none.
-    assert kept[0] or name in WITHOUT
-
-
-WITHOUT: set[str] = set()
+    assert kept[0] == kept[1] and bool(kept[0]) == (name not in WITHOUT)
 
 
 def norm(shape, normalized, place, mesh=None):

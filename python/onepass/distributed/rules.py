@@ -157,7 +157,7 @@ def _rotary_inplace(given: Given) -> Layout:
         for x, output in zip(whole, rotated, strict=True):
             x.copy_(output)
 
-    layout.compute, layout.finish, layout.special = compute, finish, None
+    layout.compute, layout.finish = compute, finish
     return layout
 
 

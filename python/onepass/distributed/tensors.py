@@ -56,6 +56,9 @@ class Layout:
         finish: turns the results, DTensors, into those that the caller gets.
         special: names of which a part needs localize or compute; None: every call does. Where no
             such name is split, and nothing has to be finished, the entry computes the parts.
+        special: names of which a part needs localize or compute; None: every part does, if there
+            are any. Where no such name is split, and nothing has to be finished, the entry computes
+            the parts.
     """
 
     inputs: Mapping[str, Names]
@@ -68,7 +71,7 @@ class Layout:
     localize: Callable[[dict, Parts], None] | None = None
     compute: Callable | None = None
     finish: Callable | None = None
-    special: frozenset[str] | None = frozenset()
+    special: frozenset[str] | None = None
 
 
 @dataclass
@@ -159,9 +162,11 @@ def _lies_right(
     layout: Layout, tensors: Mapping[str, Tensor], mesh: DeviceMesh, chosen: list[Choice]
 ) -> bool:
     """Whether the entry itself computes parts as they lie."""
-    if layout.special is None or layout.finish is not None or layout.overwritten:
+    if layout.finish is not None or layout.overwritten:
         return False
-    if any(name in layout.special for choice in chosen for name in choice):
+    if layout.special is None and (layout.localize is not None or layout.compute is not None):
+        return False
+    if any(name in (layout.special or ()) for choice in chosen for name in choice):
         return False
     if mesh.get_coordinate() is None:
         return False
