@@ -54,8 +54,6 @@ class Layout:
         localize: turns the other arguments into those of a part, in place.
         compute: a function that runs in place of the entry.
         finish: turns the results, DTensors, into those that the caller gets.
-        special: names of which a part needs localize or compute; None: every call does. Where no
-            such name is split, and nothing has to be finished, the entry computes the parts.
         special: names of which a part needs localize or compute; None: every part does, if there
             are any. Where no such name is split, and nothing has to be finished, the entry computes
             the parts.
