@@ -134,6 +134,17 @@ ONEPASS_INLINE Vec<float> larger(Vec<float> a, Vec<float> b) {
 #endif
 }
 
+// The smaller of two by one instruction; b where either is NaN.
+ONEPASS_INLINE Vec<float> smaller(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Whether a choice between two vectors by a comparison costs the comparison alone. Elsewhere it is
 // up to three instructions more.
 #if defined(__AVX512F__)
@@ -180,6 +191,26 @@ ONEPASS_INLINE Vec<float> scale_by_power_of_two(Vec<float> v, Vec<float> n) {
   return (Vec<float>)_mm512_scalef_ps((__m512)v, (__m512)n);
 #else
   return v * (Vec<float>)((__builtin_convertvector(n, SignedWords) + 127) << 23);
+#endif
+}
+
+// 2^t is p(rest) * 2^whole, where p(x) is 2^x on [0, 1].
+struct Exponent {
+  Vec<float> whole;  // of scale_by_power_of_two; AVX-512's takes the floor itself
+  Vec<float> rest;
+};
+
+// |t| below 2^22, except with AVX-512.
+ONEPASS_INLINE Exponent exponent_of(Vec<float> t) {
+#if defined(__AVX512DQ__)
+  return {t, (Vec<float>)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+#elif defined(__AVX2__)
+  const Vec<float> whole = (Vec<float>)_mm256_floor_ps((__m256)t);
+  return {whole, t - whole};
+#else
+  const Vec<float> magic = broadcast<float>(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+  const Vec<float> whole = (t - broadcast<float>(0.5f)) + magic - magic;
+  return {whole, t - whole};
 #endif
 }
 

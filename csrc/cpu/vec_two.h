@@ -19,6 +19,19 @@ struct Two {
   Vec<A> second;
 };
 
+// f of a vector, or of each of two: one step of work for both before the next, so that a processor
+// has two chains of dependent instructions at hand. (One after the other, the chains of silu' are
+// too long for the scheduler of a Xeon: 9.5 ns for 16 elements of group norm's backward in L2, and
+// 7.0 like this.)
+template <class A, class F, class... More>
+ONEPASS_INLINE Vec<A> each(F&& f, Vec<A> v, More... more) {
+  return f(v, more...);
+}
+template <class A, class F, class... More>
+ONEPASS_INLINE Two<A> each(F&& f, const Two<A>& v, const More&... more) {
+  return {f(v.first, more.first...), f(v.second, more.second...)};
+}
+
 // Whether elements of both types are in the same order.
 template <class T, class U>
 inline constexpr bool kSameOrder = __is_same(T, BFloat16) == __is_same(U, BFloat16);

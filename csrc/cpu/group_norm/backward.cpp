@@ -26,15 +26,22 @@ std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t cou
                                const Channel<A>& channel, A* kept) {
   const D* doutput = static_cast<const D*>(doutput_);
   const X* x = static_cast<const X*>(x_);
-  const Vec<A> mean = broadcast<A>(channel.mean), rstd = broadcast<A>(channel.rstd);
-  const Vec<A> weight = broadcast<A>(channel.weight), bias = broadcast<A>(channel.bias);
-  // Adds to the sums; returns dz.
-  const auto add = [&](Vec<A>* sum, Vec<A> d, Vec<A> v) __attribute__((always_inline)) {
-    const Vec<A> h = (v - mean) * rstd;
-    if constexpr (kSilu) d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
-    sum[0] += d;
-    sum[1] = fma<A>(d, h, sum[1]);
-    return d;
+  const Vec<A> mean = broadcast<A>(channel.mean), bias = broadcast<A>(channel.bias);
+  const Vec<A> scale = broadcast<A>(channel.rstd * channel.weight);
+  // Adds dz and dz * (x - mean) to the sums; returns dz. V is Vec<A> or Two<A>.
+  const auto add = [&]<class V>(Vec<A>* sum, V d, const V& of_x) __attribute__((always_inline)) {
+    const V centred = each<A>([&](Vec<A> v) { return v - mean; }, of_x);
+    if constexpr (kSilu) d = times_silu_slope<A>(d, z_of<A>(centred, scale, bias));
+    return each<A>(
+        [&](Vec<A> dz, Vec<A> v) {
+          sum[0] += dz;
+          sum[1] = fma<A>(dz, v, sum[1]);
+          return dz;
+        },
+        d, centred);
+  };
+  const auto times_rstd = [&](std::array<A, 2> sums) {
+    return std::array<A, 2>{sums[0], sums[1] * channel.rstd};
   };
   const auto one = [&](Vec<A>* sum, int64_t j, auto lanes) __attribute__((always_inline)) {
     if constexpr (decltype(lanes)::kWhole) {
@@ -45,14 +52,13 @@ std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t cou
     if (kSilu && kept) store<A>(kept + j, d, lanes);
   };
   if constexpr (!kTwo<D, X>) {
-    return sum_columns<A, 2>(count, one);
+    return times_rstd(sum_columns<A, 2>(count, one));
   } else {
     const auto two = [&](Vec<A>* sum, int64_t j) __attribute__((always_inline)) {
-      const Two<A> d = load_two<true, A>(doutput + j), v = load_two<true, A>(x + j);
-      const Two<A> dz = {add(sum, d.first, v.first), add(sum, d.second, v.second)};
-      if (kSilu && kept) store_two<false, A>(kept + j, dz);
+      const Two<A> d = add(sum, load_two<true, A>(doutput + j), load_two<true, A>(x + j));
+      if (kSilu && kept) store_two<false, A>(kept + j, d);
     };
-    return sum_twos<A, 2>(count, two, one);
+    return times_rstd(sum_twos<A, 2>(count, two, one));
   }
 }
 
@@ -70,19 +76,20 @@ void pixel_gradients(const void* doutput_, int64_t doutput_stride, const void* x
       const X* x_rows = x + (begin + pixel) * x_stride;
       for_each_vector<A>(0, channels, [&](int64_t j, auto lanes) {
         const Vec<A> mean = load<A>(of.mean + j, lanes), rstd = load<A>(of.rstd + j, lanes);
-        const Vec<A> weight = load<A>(of.weight + j, lanes), bias = load<A>(of.bias + j, lanes);
+        const Vec<A> scale = rstd * load<A>(of.weight + j, lanes);
+        const Vec<A> bias = load<A>(of.bias + j, lanes);
         Vec<A> sum = load<A>(run + j, lanes), sum_h = load<A>(run + size + j, lanes);
         for (int p = 0; p < count; ++p) {
           prefetch_ahead(x_rows + p * x_stride + j);
           prefetch_ahead(d_rows + p * doutput_stride + j);
-          const Vec<A> h = (load<A>(x_rows + p * x_stride + j, lanes) - mean) * rstd;
+          const Vec<A> centred = load<A>(x_rows + p * x_stride + j, lanes) - mean;
           Vec<A> d = load<A>(d_rows + p * doutput_stride + j, lanes);
           if constexpr (kSilu) {
-            d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
+            d = times_silu_slope<A>(d, z_of<A>(centred, scale, bias));
             if (kept) store<A>(kept + (begin + pixel + p) * channels + j, d, lanes);
           }
           sum += d;
-          sum_h = fma<A>(d, h, sum_h);
+          sum_h = fma<A>(d, centred * rstd, sum_h);
         }
         store<A>(run + j, sum, lanes);
         store<A>(run + size + j, sum_h, lanes);
@@ -91,16 +98,32 @@ void pixel_gradients(const void* doutput_, int64_t doutput_stride, const void* x
   });
 }
 
-// scalar: h = (x[j] - mean) * rstd; dz = doutput[j] * silu'(h * weight + bias)
-//         dx[j] = (dz * weight - mean_g - h * mean_gh) * rstd
-template <class A, bool kSilu>
-ONEPASS_INLINE Vec<A> gradient_of(Vec<A> d, Vec<A> x, Vec<A> mean, Vec<A> rstd, Vec<A> weight,
-                                  Vec<A> bias, Vec<A> mean_g, Vec<A> mean_gh) {
-  const Vec<A> h = (x - mean) * rstd;
+// The numbers of a channel in vectors.
+template <class A>
+struct GradientTerms {
+  Vec<A> mean;
+  Vec<A> rstd;
+  Vec<A> weight;
+  Vec<A> bias;
+  Vec<A> mean_g;
+  Vec<A> mean_gh;
+};
+
+// scalar: dz = doutput[j] * silu'((x[j] - mean) * (rstd * weight) + bias)
+//         dx[j] = (dz * weight - mean_g - (x[j] - mean) * (rstd * mean_gh)) * rstd
+// V is Vec<A> or Two<A>.
+template <class A, bool kSilu, class V>
+ONEPASS_INLINE V gradient_of(V d, const V& x, const GradientTerms<A>& of) {
+  const V centred = each<A>([&](Vec<A> v) { return v - of.mean; }, x);
   if constexpr (kSilu) {
-    d = times_silu_slope<A>(d, fma<A>(h, weight, bias));
+    d = times_silu_slope<A>(d, z_of<A>(centred, of.rstd * of.weight, of.bias));
   }
-  return fma<A>(-h, mean_gh, fma<A>(d, weight, -mean_g)) * rstd;
+  const Vec<A> slope = of.rstd * of.mean_gh;
+  return each<A>(
+      [&](Vec<A> dz, Vec<A> v) {
+        return fma<A>(-v, slope, fma<A>(dz, of.weight, -of.mean_g)) * of.rstd;
+      },
+      d, centred);
 }
 
 // kInTwos: two vectors of doutput at a time have the order of x.
@@ -110,21 +133,24 @@ void run_dinput(const void* doutput_, const void* x_, void* dx_, int64_t count,
   const D* doutput = static_cast<const D*>(doutput_);
   const X* x = static_cast<const X*>(x_);
   X* dx = static_cast<X*>(dx_);
-  const Vec<A> mean = broadcast<A>(channel.mean), rstd = broadcast<A>(channel.rstd);
-  const Vec<A> weight = broadcast<A>(channel.weight), bias = broadcast<A>(channel.bias);
-  const Vec<A> mean_g = broadcast<A>(channel.mean_g), mean_gh = broadcast<A>(channel.mean_gh);
-  const auto gradient = [&](Vec<A> d, Vec<A> v) __attribute__((always_inline)) {
-    return gradient_of<A, kSilu>(d, v, mean, rstd, weight, bias, mean_g, mean_gh);
+  const GradientTerms<A> of{
+      .mean = broadcast<A>(channel.mean),
+      .rstd = broadcast<A>(channel.rstd),
+      .weight = broadcast<A>(channel.weight),
+      .bias = broadcast<A>(channel.bias),
+      .mean_g = broadcast<A>(channel.mean_g),
+      .mean_gh = broadcast<A>(channel.mean_gh),
   };
   const auto one = [&](int64_t j, auto lanes) {
-    store<A>(dx + j, gradient(load<A>(doutput + j, lanes), load<A>(x + j, lanes)), lanes);
+    const Vec<A> d = load<A>(doutput + j, lanes), v = load<A>(x + j, lanes);
+    store<A>(dx + j, gradient_of<A, kSilu>(d, v, of), lanes);
   };
   if constexpr (kInTwos) {
     for_each_two<A>(
         count,
         [&](int64_t j) {
           const Two<A> d = load_two<false, A>(doutput + j), v = load_two<false, A>(x + j);
-          store_two<false, A>(dx + j, {gradient(d.first, v.first), gradient(d.second, v.second)});
+          store_two<false, A>(dx + j, gradient_of<A, kSilu>(d, v, of));
         },
         one);
   } else {
@@ -140,18 +166,20 @@ void pixel_dinput(const void* doutput_, int64_t doutput_stride, const void* x_, 
   X* dx = static_cast<X*>(dx_);
   for_each_pixel_block(pixels, [&](int64_t pixel, auto count) {
     for_each_vector<A>(0, channels, [&](int64_t j, auto lanes) {
-      const Vec<A> mean = load<A>(of.mean + j, lanes), rstd = load<A>(of.rstd + j, lanes);
-      const Vec<A> weight = load<A>(of.weight + j, lanes), bias = load<A>(of.bias + j, lanes);
-      const Vec<A> mean_g = load<A>(of.mean_g + j, lanes);
-      const Vec<A> mean_gh = load<A>(of.mean_gh + j, lanes);
+      const GradientTerms<A> terms{
+          .mean = load<A>(of.mean + j, lanes),
+          .rstd = load<A>(of.rstd + j, lanes),
+          .weight = load<A>(of.weight + j, lanes),
+          .bias = load<A>(of.bias + j, lanes),
+          .mean_g = load<A>(of.mean_g + j, lanes),
+          .mean_gh = load<A>(of.mean_gh + j, lanes),
+      };
       for (int p = 0; p < count; ++p) {
         prefetch_ahead(x + (pixel + p) * x_stride + j);
         prefetch_ahead(doutput + (pixel + p) * doutput_stride + j);
-        const Vec<A> gradient =
-            gradient_of<A, kSilu>(load<A>(doutput + (pixel + p) * doutput_stride + j, lanes),
-                                  load<A>(x + (pixel + p) * x_stride + j, lanes), mean, rstd,
-                                  weight, bias, mean_g, mean_gh);
-        store<A>(dx + (pixel + p) * channels + j, gradient, lanes);
+        const Vec<A> d = load<A>(doutput + (pixel + p) * doutput_stride + j, lanes);
+        const Vec<A> v = load<A>(x + (pixel + p) * x_stride + j, lanes);
+        store<A>(dx + (pixel + p) * channels + j, gradient_of<A, kSilu>(d, v, terms), lanes);
       }
     });
   });

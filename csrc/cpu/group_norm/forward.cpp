@@ -118,9 +118,10 @@ void pixel_moments(const void* part, int64_t pixels, int64_t stride, int64_t cha
 }
 
 // scalar: y[j] = silu((x[j] - mean) * (rstd * weight) + bias)
-template <class A, bool kSilu>
-ONEPASS_INLINE Vec<A> output_of(Vec<A> x, Vec<A> mean, Vec<A> scale, Vec<A> bias) {
-  const Vec<A> z = fma<A>(x - mean, scale, bias);
+// V is Vec<A> or Two<A>.
+template <class A, bool kSilu, class V>
+ONEPASS_INLINE V output_of(const V& x, Vec<A> mean, Vec<A> scale, Vec<A> bias) {
+  const V z = z_of<A>(each<A>([&](Vec<A> v) { return v - mean; }, x), scale, bias);
   if constexpr (kSilu) return silu<A>(z);
   return z;
 }
@@ -135,12 +136,9 @@ void run_output(const void* x_, void* y_, int64_t count, const Channel<A>& chann
   Y* y = static_cast<Y*>(y_);
   const Vec<A> mean = broadcast<A>(channel.mean), bias = broadcast<A>(channel.bias);
   const Vec<A> scale = broadcast<A>(channel.rstd * channel.weight);
-  const auto output = [&](Vec<A> v) __attribute__((always_inline)) {
-    return output_of<A, kSilu>(v, mean, scale, bias);
-  };
   const auto one = [&](int64_t j, auto lanes) {
     if (ahead > 0) __builtin_prefetch(x + j + ahead, 0, 2);
-    store<A>(y + j, output(load<A>(x + j, lanes)), lanes);
+    store<A>(y + j, output_of<A, kSilu>(load<A>(x + j, lanes), mean, scale, bias), lanes);
   };
   if constexpr (kSameOrder<X, Y>) {
     for_each_two<A>(
@@ -151,7 +149,7 @@ void run_output(const void* x_, void* y_, int64_t count, const Channel<A>& chann
             if constexpr (sizeof(X) == 4) __builtin_prefetch(x + j + kLanes<A> + ahead, 0, 2);
           }
           const Two<A> v = load_two<false, A>(x + j);
-          store_two<false, A>(y + j, {output(v.first), output(v.second)});
+          store_two<false, A>(y + j, output_of<A, kSilu>(v, mean, scale, bias));
         },
         one);
   } else {

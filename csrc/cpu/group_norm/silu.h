@@ -1,6 +1,6 @@
-// silu and its derivative for numbers that were normalised: a third fewer operations than those of
-// cpu/activation.h, which keep their digits down to the smallest numbers. Below -88, where silu is
-// under 1e-36, these give 0 or a number as small.
+// silu and its derivative for numbers that were normalised, of a vector or of two: half the
+// operations of cpu/activation.h, which keep their digits down to the smallest numbers. Below -87,
+// where silu is under 1e-35, these give 0 or a number as small.
 //
 // silu(x) = x / (1 + e) and silu'(x) = s (1 + x s e), with e = exp(-x), s = 1 / (1 + e): nothing is
 // subtracted.
@@ -9,47 +9,70 @@
 #include <cmath>
 
 #include "cpu/elementary.h"
+#include "cpu/vec_two.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// exp(-x), of which `most` is the largest -x that is told apart: exp(88) is finite, exp(89) is not.
-// exp(-x) below 1e-37 may be 1e-38: it is added to 1. The polynomial of exp(), whose terms are
-// summed in pairs here: Horner's rule leaves the multipliers waiting.
-ONEPASS_INLINE Vec<float> exp_of_minus(Vec<float> x, float most) {
-  const Vec<float> upper = broadcast<float>(most), lower = broadcast<float>(-87.0f);
-  const Vec<float> y = clamp(-x, lower, upper);
-  const Vec<float> n = whole_logarithm(y);
-  const Vec<float> r = fma<float>(n, broadcast<float>(-0.693147180559945309f), y);
-  const Vec<float> square = r * r;
-  const Vec<float> high =
-      fma<float>(broadcast<float>(0x1.6a1a6ap-10f), r, broadcast<float>(0x1.123fc8p-7f));
-  const Vec<float> middle =
-      fma<float>(broadcast<float>(0x1.555916p-5f), r, broadcast<float>(0x1.55548ap-3f));
-  const Vec<float> low = fma<float>(broadcast<float>(0x1.fffffcp-2f), square, r);
-  const Vec<float> p = fma<float>(fma<float>(high, square, middle), square * r, low);
-  return scale_by_power_of_two(p + broadcast<float>(1.0f), n);
+// 2^t of the rest of an exponent, with a relative error of 9e-8: fitted with 1 as its constant.
+ONEPASS_INLINE Vec<float> power_of_two(const Exponent& exponent) {
+  const Vec<float> x = exponent.rest;
+  Vec<float> p = fma<float>(x, broadcast<float>(0x1.e974fcp-10f), broadcast<float>(0x1.277854p-7f));
+  p = fma<float>(p, x, broadcast<float>(0x1.c91ce6p-5f));
+  p = fma<float>(p, x, broadcast<float>(0x1.ebdb56p-3f));
+  p = fma<float>(p, x, broadcast<float>(0x1.62e4bap-1f));
+  p = fma<float>(p, x, broadcast<float>(1.0f));
+  return scale_by_power_of_two(p, exponent.whole);
 }
 
-ONEPASS_INLINE Vec<double> exp_of_minus(Vec<double> x, double most) {
+// exp(-x); Inf from 2^128 on, or at most 2^126 if it must be finite, and 1 / (1 + e) normal. Below
+// 1e-37 it may be 1e-38: it is added to 1.
+template <bool kFinite>
+ONEPASS_INLINE Vec<float> exp_of_minus(Vec<float> x) {
+  const Vec<float> most = broadcast<float>(kFinite ? 126.0f : 128.0f);
+  Vec<float> t = x * broadcast<float>(-1.44269504088896341f);
+  if constexpr (!kScalesToSubnormals) {
+    t = clamp(t, broadcast<float>(-126.0f), most);
+  } else if constexpr (kFinite) {
+    t = smaller(most, t);
+  }
+  return power_of_two(exponent_of(t));
+}
+
+template <bool kFinite>
+ONEPASS_INLINE Vec<double> exp_of_minus(Vec<double> x) {
+  const double most = kFinite ? 700 : 710;  // whose exp is Inf: silu(-Inf) is NaN
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(-x[i] > most ? most : -x[i]);
   return x;
 }
 
-template <class A>
-ONEPASS_INLINE Vec<A> silu(Vec<A> x) {
-  constexpr A kMost = sizeof(A) == 8 ? A(710) : A(89);  // whose exp is Inf: silu(-Inf) is NaN
-  return x / (broadcast<A>(A(1)) + exp_of_minus(x, kMost));
+// V is Vec<A> or Two<A>.
+template <class A, class V>
+ONEPASS_INLINE V silu(const V& x) {
+  const V e =
+      each<A>([](Vec<A> v) __attribute__((always_inline)) { return exp_of_minus<false>(v); }, x);
+  return each<A>([](Vec<A> v, Vec<A> exp)
+                     __attribute__((always_inline)) { return v / (broadcast<A>(A(1)) + exp); },
+                 x, e);
 }
 
 // upstream * silu'(x)
-template <class A>
-ONEPASS_INLINE Vec<A> times_silu_slope(Vec<A> upstream, Vec<A> x) {
-  constexpr A kMost = sizeof(A) == 8 ? A(700) : A(88);
+template <class A, class V>
+ONEPASS_INLINE V times_silu_slope(const V& upstream, const V& x) {
   const Vec<A> one = broadcast<A>(A(1));
-  const Vec<A> e = exp_of_minus(x, kMost);
-  const Vec<A> s = one / (one + e);
-  return upstream * (s * fma<A>(x * s, e, one));
+  const V e =
+      each<A>([](Vec<A> v) __attribute__((always_inline)) { return exp_of_minus<true>(v); }, x);
+  const V s =
+      each<A>([&](Vec<A> exp) __attribute__((always_inline)) { return one / (one + exp); }, e);
+  return each<A>([&](Vec<A> up, Vec<A> v, Vec<A> exp, Vec<A> s)
+                     __attribute__((always_inline)) { return up * (s * fma<A>(v * s, exp, one)); },
+                 upstream, x, e, s);
+}
+
+// What silu is taken of: centred * (rstd * weight) + bias.
+template <class A, class V>
+ONEPASS_INLINE V z_of(const V& centred, Vec<A> scale, Vec<A> bias) {
+  return each<A>([&](Vec<A> v) { return fma<A>(v, scale, bias); }, centred);
 }
 
 }  // namespace ONEPASS_ISA
