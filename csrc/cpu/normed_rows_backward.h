@@ -3,6 +3,7 @@
 
 #include "cpu/normed_rows.h"
 #include "cpu/row_sums.h"
+#include "cpu/vec_two.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -23,8 +24,46 @@ struct BackwardRows {
   int64_t cols;
 };
 
-// Second sweep over the columns [begin, end): dx, and the rows' share of dweight and dbias.
-template <class A, class D, class X, class DX, bool kRms, bool kBias, bool kResidual, int kRows>
+// Lines of float32 in the order in which bfloat16 is unpacked by halves of words (cpu/vec_two.h):
+// of every two vectors the columns with even numbers, then those with odd ones. What is left after
+// the last two whole vectors keeps its order. `to` may be `from`.
+inline void to_halves_order(const float* from, int64_t cols, float* to) {
+  constexpr uint32_t kCount = kLanes<float>;
+  WordBits even, odd;
+  for (uint32_t i = 0; i < kCount; ++i) {
+    even[i] = 2 * i;
+    odd[i] = 2 * i + 1;
+  }
+  for (int64_t j = 0; j < cols; j += 2 * kCount) {
+    if (j + 2 * kCount > cols) {
+      if (to != from) std::copy(from + j, from + cols, to + j);
+      return;
+    }
+    const Vec<float> low = load<float>(from + j), high = load<float>(from + j + kCount);
+    store<float>(to + j, __builtin_shuffle(low, high, even));
+    store<float>(to + j + kCount, __builtin_shuffle(low, high, odd));
+  }
+}
+
+inline void from_halves_order(float* line, int64_t cols) {
+  constexpr uint32_t kCount = kLanes<float>;
+  WordBits low, high;
+  for (uint32_t i = 0; i < kCount; ++i) {
+    low[i] = i / 2 + i % 2 * kCount;
+    high[i] = low[i] + kCount / 2;
+  }
+  for (int64_t j = 0; j + 2 * kCount <= cols; j += 2 * kCount) {
+    const Vec<float> even = load<float>(line + j), odd = load<float>(line + j + kCount);
+    store<float>(line + j, __builtin_shuffle(even, odd, low));
+    store<float>(line + j + kCount, __builtin_shuffle(even, odd, high));
+  }
+}
+
+// Second sweep over the columns [begin, end): dx, and the rows' share of dweight and dbias. kTwo:
+// two vectors at a time; weight, dweight and dbias have the order of to_halves_order, and begin is
+// 0.
+template <class A, class D, class X, class DX, bool kRms, bool kBias, bool kResidual, int kRows,
+          bool kTwo = false>
 void norm_backward_kernel(const BackwardRows<A>& rows, int64_t begin, int64_t end) {
   const D* doutput[kRows];
   const X* x[kRows];
@@ -44,25 +83,53 @@ void norm_backward_kernel(const BackwardRows<A>& rows, int64_t begin, int64_t en
   // scalar: h = (x[r][j] - mean[r]) * rstd[r]; g = doutput[r][j] * weight[j]
   //         dx[r][j] = (g - mean_g[r] - h * mean_gh[r]) * rstd[r] + dresidual_out[r][j]
   //         dweight[j] += doutput[r][j] * h; dbias[j] += doutput[r][j]
-  for_each_vector<A>(begin, end, [&](int64_t j, auto count) {
-    const Vec<A> weight = load<A>(rows.weight + j, count);
-    Vec<A> dweight = load<A>(rows.dweight + j, count);
-    Vec<A> dbias = {};
-    if constexpr (kBias) dbias = load<A>(rows.dbias + j, count);
+  // V is Vec<A> or Two<A>: load_as(address) gives one, store_as(address, V) writes one.
+  const auto columns = [&]<class V>(int64_t j, auto&& load_as,
+                                    auto&& store_as) __attribute__((always_inline)) {
+    const V weight = load_as(rows.weight + j);
+    V dweight = load_as(rows.dweight + j);
+    V dbias = {};
+    if constexpr (kBias) dbias = load_as(rows.dbias + j);
     for (int r = 0; r < kRows; ++r) {
-      const Vec<A> d = load<A>(doutput[r] + j, count);
-      const Vec<A> v = load<A>(x[r] + j, count);
-      const Vec<A> h = (kRms ? v : v - mean[r]) * rstd[r];
-      const Vec<A> g = kRms ? d * weight : fma<A>(d, weight, -mean_g[r]);
-      Vec<A> gradient = fma<A>(-h, mean_gh[r], g) * rstd[r];
-      if constexpr (kResidual) gradient += load<A>(dresidual_out[r] + j, count);
-      store<A>(dx[r] + (j - begin), gradient, count);
-      dweight = fma<A>(d, h, dweight);
-      if constexpr (kBias) dbias += d;
+      const V d = load_as(doutput[r] + j);
+      const V h =
+          each<A>([&](Vec<A> v) { return (kRms ? v : v - mean[r]) * rstd[r]; }, load_as(x[r] + j));
+      V gradient = each<A>(
+          [&](Vec<A> upstream, Vec<A> w, Vec<A> of_h) {
+            const Vec<A> g = kRms ? upstream * w : fma<A>(upstream, w, -mean_g[r]);
+            return fma<A>(-of_h, mean_gh[r], g) * rstd[r];
+          },
+          d, weight, h);
+      if constexpr (kResidual) {
+        gradient = each<A>([](Vec<A> a, Vec<A> b) { return a + b; }, gradient,
+                           load_as(dresidual_out[r] + j));
+      }
+      store_as(dx[r] + (j - begin), gradient);
+      dweight = each<A>(
+          [](Vec<A> upstream, Vec<A> of_h, Vec<A> sum) { return fma<A>(upstream, of_h, sum); }, d,
+          h, dweight);
+      if constexpr (kBias) dbias = each<A>([](Vec<A> a, Vec<A> b) { return a + b; }, dbias, d);
     }
-    store<A>(rows.dweight + j, dweight, count);
-    if constexpr (kBias) store<A>(rows.dbias + j, dbias, count);
-  });
+    store_as(rows.dweight + j, dweight);
+    if constexpr (kBias) store_as(rows.dbias + j, dbias);
+  };
+  const auto one = [&](int64_t j, auto count) __attribute__((always_inline)) {
+    columns.template operator()<Vec<A>>(
+        j, [&](const auto* p) { return load<A>(p, count); },
+        [&](auto* p, Vec<A> v) { store<A>(p, v, count); });
+  };
+  if constexpr (kTwo) {
+    for_each_two<A>(
+        end,
+        [&](int64_t j) __attribute__((always_inline)) {
+          columns.template operator()<Two<A>>(
+              j, [&](const auto* p) { return load_two<false, A>(p); },
+              [&](auto* p, const Two<A>& v) { store_two<false, A>(p, v); });
+        },
+        one);
+  } else {
+    for_each_vector<A>(begin, end, one);
+  }
 }
 
 }  // namespace ONEPASS_ISA

@@ -44,7 +44,8 @@ int rows_per_block_of(const NormBackward& args) {
 // First sweep: mean_g and mean_gh of each row. Prefetches the next rows, and dx, which the second
 // sweep writes: layer norm of 2048x1024 in float32 takes 690 instead of 870 us (Xeon, AVX-512, two
 // threads). In bfloat16, where instructions bind, only the former gains.
-template <class A, class D, class X, bool kRms>
+// kTwo as in norm_backward_kernel.
+template <class A, class D, class X, bool kRms, bool kTwo>
 void norm_backward_sums_kernel(BackwardRows<A>& rows, int row_count) {
   for (int r = 0; r < row_count; ++r) {
     const D* doutput = static_cast<const D*>(rows.doutput[r]);
@@ -52,18 +53,34 @@ void norm_backward_sums_kernel(BackwardRows<A>& rows, int row_count) {
     const char* dx = static_cast<const char*>(rows.dx[r]);
     const Vec<A> mean = broadcast<A>(rows.mean[r]);
     // scalar: g = doutput[j] * weight[j]; sum_gh += g * (x[j] - mean); sum_g += g
-    const auto sums =
-        sum_columns<A, kRms ? 1 : 2>(rows.cols, [&](Vec<A>* sum, int64_t j, auto count) {
-          if constexpr (decltype(count)::kWhole) {
-            prefetch_ahead(doutput + j);
-            prefetch_ahead(x + j);
-            if (sizeof(X) >= 4 && dx) __builtin_prefetch(dx + j * sizeof(X), 1);
-          }
-          const Vec<A> g = load<A>(doutput + j, count) * load<A>(rows.weight + j, count);
-          const Vec<A> v = load<A>(x + j, count);
-          sum[0] = fma<A>(g, kRms ? v : v - mean, sum[0]);
-          if constexpr (!kRms) sum[1] += g;
-        });
+    const auto add = [&](Vec<A>* sum, Vec<A> d, Vec<A> weight, Vec<A> v)
+                         __attribute__((always_inline)) {
+                           const Vec<A> g = d * weight;
+                           sum[0] = fma<A>(g, kRms ? v : v - mean, sum[0]);
+                           if constexpr (!kRms) sum[1] += g;
+                         };
+    const auto one = [&](Vec<A>* sum, int64_t j, auto count) __attribute__((always_inline)) {
+      if constexpr (decltype(count)::kWhole) {
+        prefetch_ahead(doutput + j);
+        prefetch_ahead(x + j);
+        if (sizeof(X) >= 4 && dx) __builtin_prefetch(dx + j * sizeof(X), 1);
+      }
+      add(sum, load<A>(doutput + j, count), load<A>(rows.weight + j, count), load<A>(x + j, count));
+    };
+    const auto two = [&](Vec<A>* sum, int64_t j) __attribute__((always_inline)) {
+      const Two<A> d = load_two<true, A>(doutput + j), v = load_two<true, A>(x + j);
+      const Two<A> weight = load_two<false, A>(rows.weight + j);
+      add(sum, d.first, weight.first, v.first);
+      add(sum, d.second, weight.second, v.second);
+    };
+    constexpr int kSums = kRms ? 1 : 2;
+    const auto sums = [&] {
+      if constexpr (kTwo) {
+        return sum_twos<A, kSums>(rows.cols, two, one);
+      } else {
+        return sum_columns<A, kSums>(rows.cols, one);
+      }
+    }();
     const A n = static_cast<A>(rows.cols);
     rows.mean_gh[r] = sums[0] * rows.rstd[r] / n;
     if constexpr (!kRms) rows.mean_g[r] = sums[1] / n;
@@ -75,15 +92,16 @@ struct BackwardKernels {
   void (*sums)(BackwardRows<A>&, int);
   void (*block)(const BackwardRows<A>&, int64_t, int64_t);
   void (*single)(const BackwardRows<A>&, int64_t, int64_t);
+  bool in_halves;  // weight and sums have the order of to_halves_order
 };
 
-template <class A, class D, class X, class DX>
+template <class A, class D, class X, class DX, bool kTwo>
 BackwardKernels<A> kernels_of(const NormBackward& args) {
   const auto with = [&]<bool kRms, bool kBias>() {
     return visit_bool(args.dresidual_out != nullptr, [&]<bool kResidual>() -> BackwardKernels<A> {
-      return {norm_backward_sums_kernel<A, D, X, kRms>,
-              norm_backward_kernel<A, D, X, DX, kRms, kBias, kResidual, kRowsPerBlock>,
-              norm_backward_kernel<A, D, X, DX, kRms, kBias, kResidual, 1>};
+      return {norm_backward_sums_kernel<A, D, X, kRms, kTwo>,
+              norm_backward_kernel<A, D, X, DX, kRms, kBias, kResidual, kRowsPerBlock, kTwo>,
+              norm_backward_kernel<A, D, X, DX, kRms, kBias, kResidual, 1, kTwo>, kTwo};
     });
   };
   if (args.kind != NormKind::kRms) return with.template operator()<false, true>();
@@ -100,11 +118,20 @@ bool is_direct(const NormBackward& args) {
   return args.dresidual && args.dresidual_dtype == args.x_dtype;
 }
 
+// Least tokens that share a weight and sums whose order is changed: for one it costs more (2048 x
+// 1024 with a scale for each token, one thread: 1.66 ms instead of 1.57).
+constexpr int64_t kLeastOrderedTokens = 4;
+
+// in_halves: where all tensors of rows are bfloat16.
 template <class A>
-BackwardKernels<A> path_of(const NormBackward& args, bool direct) {
+BackwardKernels<A> path_of(const NormBackward& args, bool direct, bool in_halves) {
   return visit_numbers<A>(args.doutput_dtype, [&]<class D>() {
     return visit_numbers<A>(args.x_dtype, [&]<class X>() {
-      return direct ? kernels_of<A, D, X, X>(args) : kernels_of<A, D, X, A>(args);
+      if (!direct) return kernels_of<A, D, X, A, false>(args);
+      if constexpr (__is_same(X, BFloat16) && __is_same(D, X)) {
+        if (in_halves) return kernels_of<A, D, X, X, true>(args);
+      }
+      return kernels_of<A, D, X, X, false>(args);
     });
   });
 }
@@ -127,19 +154,31 @@ void emit(const A* dx, void* output, DType dtype, int64_t count, const Dropout* 
 template <class A>
 class Runner {
  public:
-  // `scaled`, if there is one, has the scales of the branch.
-  Runner(const NormBackward& args, int64_t run_rows, const ModulatedNormBackward* scaled)
+  // in_halves as of path_of; `scaled`, if there is one, has the scales of the branch.
+  Runner(const NormBackward& args, bool in_halves, int64_t run_rows,
+         const ModulatedNormBackward* scaled)
       : args_(args),
         run_rows_(run_rows),
         scaled_(scaled),
         block_rows_(scaled ? 1 : rows_per_block_of(args)),
         direct_(!scaled && is_direct(args)),
-        kernels_(path_of<A>(args, direct_)),
+        kernels_(path_of<A>(args, direct_, in_halves)),
         dropout_(args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{}) {}
 
   // Accumulators of one sum over rows, and of all of them.
   int64_t sum_size() const { return padded_bytes(args_.cols, sizeof(A)) / sizeof(A); }
   int64_t sums_size() const { return (scaled_ && scaled_->gate ? 3 : 2) * sum_size(); }
+
+  // The weight as run_chunk takes it; `buffer` (sum_size,) may be `weight`.
+  const A* ordered(const A* weight, A* buffer) const {
+    if constexpr (sizeof(A) == 4) {
+      if (kernels_.in_halves) {
+        to_halves_order(weight, args_.cols, buffer);
+        return buffer;
+      }
+    }
+    return weight;
+  }
 
   // Computes dx of rows [first, last), and in `total` the sums for dweight, dbias and, with a gate,
   // dgate. A chunk of one run adds directly to its total, a longer one through `run`.
@@ -159,6 +198,11 @@ class Runner {
         run_block(rows, first, row_count, gate, run + 2 * sum_size());
       });
     });
+    if constexpr (sizeof(A) == 4) {
+      if (!kernels_.in_halves) return;
+      from_halves_order(total, args_.cols);
+      from_halves_order(total + sum_size(), args_.cols);
+    }
   }
 
  private:
@@ -249,13 +293,14 @@ class Runner {
 
 template <class A>
 void run(const NormBackward& args, const Plan& plan, void* workspace, const Context& context) {
-  const Runner<A> runner(args, kRunRows, nullptr);
+  const Runner<A> runner(args, true, kRunRows, nullptr);
   A* buffer = static_cast<A*>(workspace);
   // (chunks, total and run, dweight and dbias, sum_size)
   A* partials = buffer + runner.sum_size();
   const int64_t chunk_stride = 2 * runner.sums_size();
-  const A* weight =
-      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer);
+  const A* weight = runner.ordered(
+      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer),
+      buffer);
   for_each_piece(context, plan.threads, plan.splits, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       A* total = partials + chunk * chunk_stride;
@@ -299,7 +344,8 @@ template <class A>
 void run_modulated(const ModulatedNormBackward& args, const Plan& plan,
                    const ModulatedLayout& layout, void* workspace, const Context& context) {
   const bool scales_branch = args.gate || args.row_scale || args.seed;
-  const Runner<A> runner(args, kModulatedRunRows, scales_branch ? &args : nullptr);
+  const Runner<A> runner(args, args.tokens >= kLeastOrderedTokens, kModulatedRunRows,
+                         scales_branch ? &args : nullptr);
   const int64_t chunks = layout.chunks;
   const int64_t row_size = runner.sum_size();
   A* const partials = static_cast<A*>(workspace);
@@ -320,8 +366,9 @@ void run_modulated(const ModulatedNormBackward& args, const Plan& plan,
       const int64_t chunk = piece % chunks;
       if (chunk == 0 || piece == begin) {
         const RowIndex index = row_index(args.group_size, group);
-        weight = widened_row<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, index,
-                                args.scale_stride, args.cols, own);
+        weight = runner.ordered(widened_row<A>(args.weight, args.weight_dtype, args.weight_offset,
+                                               1.0, index, args.scale_stride, args.cols, own),
+                                own);
         if (scales_branch) {
           gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 1.0, index, args.gate_stride,
                                 args.cols, own + row_size);
