@@ -32,6 +32,26 @@ ONEPASS_INLINE Two<A> each(F&& f, const Two<A>& v, const More&... more) {
   return {f(v.first, more.first...), f(v.second, more.second...)};
 }
 
+// 2^t is p(rest) * 2^whole, where p(x) is 2^x on [0, 1].
+struct Exponent {
+  Vec<float> whole;  // of scale_by_power_of_two; AVX-512's takes the floor itself
+  Vec<float> rest;
+};
+
+// |t| below 2^22, except with AVX-512.
+ONEPASS_INLINE Exponent exponent_of(Vec<float> t) {
+#if defined(__AVX512DQ__)
+  return {t, (Vec<float>)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+#elif defined(__AVX2__)
+  const Vec<float> whole = (Vec<float>)_mm256_floor_ps((__m256)t);
+  return {whole, t - whole};
+#else
+  const Vec<float> magic = broadcast<float>(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+  const Vec<float> whole = (t - broadcast<float>(0.5f)) + magic - magic;
+  return {whole, t - whole};
+#endif
+}
+
 // Whether elements of both types are in the same order.
 template <class T, class U>
 inline constexpr bool kSameOrder = __is_same(T, BFloat16) == __is_same(U, BFloat16);
