@@ -145,6 +145,12 @@ def test_instruction_sets_stay_in_the_simd_layer():
             assert not found, f"{relative(file)}: {found[0]}"
 
 
+def test_builtins_are_those_of_both_compilers():
+    """g++ alone has __builtin_shuffle; clang, with which onepass builds too, has the other."""
+    for file in sorted(CSRC.rglob("*.*")):
+        assert "__builtin_shuffle(" not in file.read_text(), relative(file)
+
+
 def test_no_abort_printf_or_openmp():
     banned = r"\b(printf|fprintf|abort|exit|assert)\s*\(|std::cout|std::cerr|#\s*pragma omp"
     folders = ("core", "cpu", "cuda", "ops")

@@ -423,8 +423,9 @@ class ScoreDropout {
   // of either. Key i of them has 16 bits, below.
   ONEPASS_INLINE std::array<uint32_t, 4> words(int64_t batch, int64_t head, uint32_t query,
                                                uint32_t block) const {
-    return philox4x32(dropout_.key,
-                      {query, block, random_head(args_, batch, head), dropout_.offset});
+    return philox4x32(
+        dropout_.key,
+        std::array<uint32_t, 4>{query, block, random_head(args_, batch, head), dropout_.offset});
   }
   ONEPASS_INLINE PhiloxWords words(int64_t batch, int64_t head, WordBits query,
                                    WordBits block) const {

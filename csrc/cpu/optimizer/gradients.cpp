@@ -76,7 +76,7 @@ double largest_magnitude(const T* g, int64_t count) {
   Vec<A> largest{};
   for_each_vector<A>(0, count, [&](int64_t i, auto lanes) {
     const Vec<A> v = absolute<A>(load<A>(g + i, lanes));
-    largest = (v <= largest) | (largest != largest) ? largest : v;  // a NaN comes in and stays
+    largest = ((v <= largest) | (largest != largest)) ? largest : v;  // a NaN comes in and stays
   });
   double result = 0.0;
   for (int lane = 0; lane < kLanes<A>; ++lane) {
