@@ -1,5 +1,8 @@
 """The cache of results without data: a hit is what torch would say."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -162,3 +165,48 @@ def test_the_cache_is_bounded(monkeypatch):
         for number in range(60):
             assert (x + number % 20).shape == x.shape
     assert 0 < len(fakes._known_of(mode).entries) <= 8
+
+
+def test_other_libraries_operators_are_asked_each_time():
+    """Their fakes may look at anything; the operators that these call are known to torch."""
+    size = 2
+
+    @torch.library.custom_op("onepass_tests::of_size", mutates_args=())
+    def of_size(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(size)
+
+    @of_size.register_fake
+    def _(x):
+        return x.new_empty(size)
+
+    mode = fakes.fake_mode()
+    x = mode.from_tensor(X)
+    with fakes.Fakes(mode):
+        found = []
+        for size in (2, 2, 2, 3, 3, 4):  # noqa: B007
+            found.append(of_size(x).shape[0])
+    assert found == [2, 2, 2, 3, 3, 4]
+
+
+def test_tensors_without_strides_are_left_to_torch():
+    mode = fakes.fake_mode()
+    x, matrix = mode.from_tensor(X), torch.eye(4).to_sparse()
+    weight = mode.from_tensor(X).requires_grad_()
+    with fakes.Fakes(mode):
+        for _ in range(3):
+            assert torch.sparse.mm(matrix, x).shape == x.shape
+            nn.functional.embedding(torch.tensor([0, 1]), weight, sparse=True).sum().backward()
+    assert weight.grad.is_sparse
+
+
+def test_a_mode_and_what_is_known_of_it_end_together():
+    mode = fakes.fake_mode()
+    x = mode.from_tensor(X)
+    with fakes.Fakes(mode):
+        for _ in range(3):
+            x = x + 1
+    assert fakes._known_of(mode).entries
+    references = [weakref.ref(mode), weakref.ref(fakes._known_of(mode))]
+    del mode, x
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

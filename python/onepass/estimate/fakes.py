@@ -5,8 +5,8 @@ memory of its Python objects. Small results that depend on the batch alone (posi
 computed all the same, so that a model may read them.
 
 torch has a cache of its own, whose keys take most of the time of a step without data. The one here
-has nothing that torch's refuses, but for our own operators, whose results follow from the same
-facts: :class:`Known`.
+has nothing that torch's refuses, but for our own operators and reshapes without their safety, whose
+results follow from the same facts: :class:`Known`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _New:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    attributes: dict[str, object]  # those of any such fake
+    attributes: dict[str, object]  # those of any such fake, but for its mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +175,15 @@ class Known:
         given: list[Tensor] = []
         key = [function, torch.get_default_dtype(), torch._C._get_default_device()]
         fake = self._fake()
-        if not _describe(args, fake, key, given):
-            return None
-        for name, value in kwargs.items():
-            key.append(name)
-            if not _describe((value,), fake, key, given):
+        try:
+            if not _describe(args, fake, key, given):
                 return None
+            for name, value in kwargs.items():
+                key.append(name)
+                if not _describe((value,), fake, key, given):
+                    return None
+        except (RuntimeError, NotImplementedError):  # no strides, no storage: sparse, nested
+            return None
         return _Call(tuple(key), given, any(type(tensor) is not FakeTensor for tensor in given))
 
     def dispatched(self, function, types, args, kwargs, call: _Call | None):
@@ -195,10 +198,12 @@ class Known:
             ):  # fmt: skip
                 return fake.__torch_dispatch__(function, types, args, kwargs)
             args, kwargs = _as_fakes((args, kwargs), fake)
-        hits = FakeTensorMode.cache_hits
+        before = _counts()
         result = fake.__torch_dispatch__(function, types, args, kwargs)
+        hits, others = (now - then for now, then in zip(_counts(), before, strict=True))
+        is_a_hit = hits == 1 and others == 0  # others: it called operators, which torch had
         is_ours = function.namespace == "onepass" and _BY_VALUES.isdisjoint(function.tags)
-        if FakeTensorMode.cache_hits > hits or is_ours or function is _UNSAFE_VIEW:
+        if is_a_hit or is_ours or function is _UNSAFE_VIEW:
             entry = self._entry(result, call.given)
             if entry is not None:
                 if len(self.entries) >= MOST_KNOWN:
@@ -246,6 +251,12 @@ def _known_of(fake: FakeTensorMode) -> Known:
     if fake not in _all_known:
         _all_known[fake] = Known(fake)
     return _all_known[fake]
+
+
+def _counts() -> tuple[int, int]:
+    """Calls so far that torch's cache had, and that it did not have."""
+    mode = FakeTensorMode
+    return mode.cache_hits, mode.cache_misses + sum(mode.cache_bypasses.values())
 
 
 def _facts(tensor: Tensor) -> tuple:
@@ -302,10 +313,13 @@ def _as_fakes(tree, fake: FakeTensorMode):
 
 
 def _attributes_of(fake: FakeTensor) -> dict[str, object]:
-    """Those that torch gives to a fake of this device: made by torch itself, once more."""
+    """Those that torch gives to a fake of this device: made by torch itself, once more. Without the
+    mode: what is known of a mode must not keep it alive."""
     with torch._C._DisableTorchDispatch():
         empty = torch.empty(0, dtype=fake.dtype, device="meta")
-    return dict(vars(FakeTensor(fake.fake_mode, empty, fake.fake_device)))
+    attributes = dict(vars(FakeTensor(fake.fake_mode, empty, fake.fake_device)))
+    del attributes["fake_mode"]
+    return attributes
 
 
 def _made(entry, given: list[Tensor], fake: FakeTensorMode):
@@ -334,6 +348,7 @@ def _made(entry, given: list[Tensor], fake: FakeTensorMode):
         else:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         made.__dict__.update(entry.attributes)
+        made.fake_mode = fake
         return made
     if kind is _Given:
         return given[entry.number]
