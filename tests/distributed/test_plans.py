@@ -5,6 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils import checkpoint
 
 from onepass import functional
 from onepass.distributed import plans
@@ -53,7 +54,8 @@ def called(case, place, differentiable: bool):
         for name, value in drawn(case, torch.float32).items()
     }
     torch.manual_seed(5)
-    with CommDebugMode() as counted:
+    with pytest.MonkeyPatch.context() as patch, CommDebugMode() as counted:
+        patch.setattr(plans, "_are_modes_active", lambda: False)  # plans in spite of this one
         outputs = found = listed(case.call(**given))
         if differentiable:
             wanted = [
@@ -202,6 +204,38 @@ def body_of_modes():
 
 def test_modes_and_gradients_of_planned_calls():
     run(2, body_of_modes)
+
+
+def body_of_selective_checkpointing():
+    x, y, z = (spread(torch.randn(4, 8), S0) for _ in range(3))
+
+    def layer(x):  # of y and z no gradient is wanted
+        return functional.rms_norm(functional.gelu_mul(functional.silu_mul(x, y), z), 8)
+
+    def gradient(call):
+        (found,) = torch.autograd.grad(call(leaf).exp().sum(), leaf)
+        return found.to_local()
+
+    def policy(context, function, *args, **kwargs):
+        is_view = function is torch.ops.aten.view.default
+        kinds = checkpoint.CheckpointPolicy
+        return kinds.MUST_SAVE if is_view else kinds.PREFER_RECOMPUTE
+
+    def checkpointed(x):
+        def contexts():
+            return checkpoint.create_selective_checkpoint_contexts(policy)
+
+        return checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+    leaf = x.requires_grad_()
+    expected = gradient(layer)
+    plans.known.clear()
+    for _ in range(3):  # without plans in the first forward alone
+        assert torch.equal(gradient(checkpointed), expected)
+
+
+def test_selective_checkpointing_sees_the_same_operators_twice():
+    run(2, body_of_selective_checkpointing)
 
 
 def body_of_bound():

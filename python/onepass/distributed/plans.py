@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as _are_modes_active
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -88,12 +89,13 @@ def keep(key: tuple, plan: Plan) -> None:
 
 def key_of(function: Callable, given: Mapping[str, object]) -> tuple | None:
     """All that a plan depends on. None: a call that has no plan, as of other classes of tensors, or
-    while it is compiled.
+    while it is compiled, or while a dispatch mode sees it: selective checkpointing counts operators
+    of the forward and the recomputation, and with a plan there are fewer views.
 
     A mesh is the very object: an equal one may have other process groups. A plan holds it, so that
     no other object gets its id.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _are_modes_active():
         return None
     key: list[object] = [function, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     return tuple(key) if _describe(given.values(), key) else None
