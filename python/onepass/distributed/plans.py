@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack as _are_modes_active
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -39,8 +38,11 @@ class Plan:
     adjust: Callable[[Tensor], Tensor]
     specs: dict[tuple, DTensorSpec] = field(default_factory=dict)
 
-    def localize(self, given: dict[str, object]) -> None:
-        """Puts this process's parts in the place of DTensors, among an entry's options too."""
+    def localize(self, given: dict[str, object], handed: list[DTensor]) -> None:
+        """Puts this process's parts in the place of DTensors, among an entry's options too.
+
+        handed: of the call, the gradients of its results; filled by the backward of `whole`.
+        """
         is_recorded, recorded = torch.is_grad_enabled(), []
         for name in self.gradients:
             holder = given if name in given else given["options"]
@@ -50,15 +52,15 @@ class Plan:
                 holder[name] = holder[name]._local_tensor
         if recorded:
             tensors = [holder[name] for holder, name in recorded]
-            parts = _Parts.apply(self, [name for _, name in recorded], *tensors)
+            parts = _Parts.apply(self, [name for _, name in recorded], handed, *tensors)
             for (holder, name), part in zip(recorded, parts, strict=True):
                 holder[name] = part
 
-    def whole(self, number: int, result: Tensor) -> DTensor:
+    def whole(self, number: int, result: Tensor, handed: list[DTensor]) -> DTensor:
         """The DTensor of a result."""
         spec = self.spec(number, result)
         if result.requires_grad:
-            return _Whole.apply(result, spec)
+            return _Whole.apply(result, spec, handed)
         return DTensor(result, spec, requires_grad=False)
 
     def spec(self, of: str | int, part: Tensor) -> DTensorSpec:
@@ -89,13 +91,12 @@ def keep(key: tuple, plan: Plan) -> None:
 
 def key_of(function: Callable, given: Mapping[str, object]) -> tuple | None:
     """All that a plan depends on. None: a call that has no plan, as of other classes of tensors, or
-    while it is compiled, or while a dispatch mode sees it: selective checkpointing counts operators
-    of the forward and the recomputation, and with a plan there are fewer views.
+    while it is compiled.
 
     A mesh is the very object: an equal one may have other process groups. A plan holds it, so that
     no other object gets its id.
     """
-    if torch.compiler.is_compiling() or _are_modes_active():
+    if torch.compiler.is_compiling():
         return None
     key: list[object] = [function, torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     return tuple(key) if _describe(given.values(), key) else None
@@ -148,17 +149,23 @@ def stride_of(shape: torch.Size, part: Tensor) -> tuple[int, ...]:
 
 class _Parts(torch.autograd.Function):
     """`DTensor.to_local(grad_placements=...)` of those that require gradients, with what is known
-    of these."""
+    of these.
+
+    A gradient of a result that comes back as it was is the same DTensor, and so are equal gradients
+    of two tensors: autograd adds to a `.grad` in place if nothing else holds it, and counts the
+    holders of DTensors, not of their parts.
+    """
 
     @staticmethod
-    def forward(ctx, plan, names, *tensors):
+    def forward(ctx, plan, names, handed, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.names = plan, names
+        ctx.plan, ctx.names, ctx.handed = plan, names, handed
         return tuple(x._local_tensor.view_as(x._local_tensor) for x in tensors)
 
     @staticmethod
     def backward(ctx, *gradients):
-        found = []
+        found, wholes = [], list(ctx.handed)
+        ctx.handed.clear()
         for name, gradient in zip(ctx.names, gradients, strict=True):
             if gradient is None:
                 found.append(None)
@@ -167,28 +174,39 @@ class _Parts(torch.autograd.Function):
             if torch.is_grad_enabled() or type(gradient) is not Tensor:
                 given = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
                 found.append(DTensor.from_local(gradient, spec.mesh, spec.placements, **given))
-            else:
-                found.append(DTensor(gradient, spec, requires_grad=False))
-        return None, None, *found
+                continue
+            whole = next((x for x in wholes if _is_of(x, gradient, spec)), None)
+            if whole is None:
+                whole = DTensor(gradient, spec, requires_grad=False)
+                wholes.append(whole)
+            found.append(whole)
+        return None, None, None, *found
+
+
+def _is_of(whole: DTensor, part: Tensor, spec: DTensorSpec) -> bool:
+    same = whole._local_tensor is part
+    return same and whole.placements == spec.placements and whole.shape == spec.shape
 
 
 class _Whole(torch.autograd.Function):
     """`DTensor.from_local`, with its specification."""
 
     @staticmethod
-    def forward(ctx, part, spec):
+    def forward(ctx, part, spec, handed):
         ctx.set_materialize_grads(False)
         ctx.placements = tuple(
             Replicate() if placement.is_partial() else placement for placement in spec.placements
         )
+        ctx.handed = handed
         return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
 
     @staticmethod
     def backward(ctx, gradient):
         if gradient is None:
-            return None, None
+            return None, None, None
         if gradient.placements != ctx.placements:
             gradient = gradient.redistribute(placements=ctx.placements)
         elif not torch.is_grad_enabled() and type(gradient._local_tensor) is Tensor:
-            return gradient._local_tensor, None
-        return gradient.to_local(), None
+            ctx.handed.append(gradient)
+            return gradient._local_tensor, None, None
+        return gradient.to_local(), None, None

@@ -122,9 +122,12 @@ def run(function: Callable, *args, **kwargs):
     mesh = _mesh(op, tensors)
     parts = Parts(_sizes(op, layout, tensors))
     chosen = _chosen(op, layout, tensors, mesh, parts)
-    plan = None
     if key is not None and _lies_right(layout, tensors, mesh, chosen):
+        # As later calls: selective checkpointing counts operators, and finds them by number.
         plan = _plan(layout, tensors, mesh, chosen, parts)
+        results = _planned(plan, function, given)
+        plans.keep(key, plan)  # only now: a call that is refused has none
+        return results
     for name, tensor in tensors.items():
         names = layout.inputs.get(name, ())
         local = _local(tensor, names, mesh, chosen)
@@ -139,8 +142,6 @@ def run(function: Callable, *args, **kwargs):
         result if result is None else _wrapped(result, names, mesh, chosen, layout.summed, parts)
         for result, names in zip(_listed(results), layout.outputs, strict=True)
     ]
-    if plan is not None:  # only now: a call that is refused has none
-        plans.keep(key, plan)
     if layout.finish is not None:
         return layout.finish(*wrapped)
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
@@ -148,12 +149,13 @@ def run(function: Callable, *args, **kwargs):
 
 def _planned(plan: plans.Plan, function: Callable, given: dict[str, object]):
     """The call of an entry whose plan is known."""
-    plan.localize(given)
+    handed: list[DTensor] = []
+    plan.localize(given, handed)
     with adjusted(plan.adjust):
         results = _called(function, function, given)
     if isinstance(results, tuple):
-        return tuple(x if x is None else plan.whole(i, x) for i, x in enumerate(results))
-    return None if results is None else plan.whole(0, results)
+        return tuple(x if x is None else plan.whole(i, x, handed) for i, x in enumerate(results))
+    return None if results is None else plan.whole(0, results, handed)
 
 
 def _lies_right(
