@@ -15,7 +15,7 @@ namespace onepass::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kTurnsPerBlock = 4;
+constexpr int64_t kIterationsPerBlock = 4;
 
 // Elements of a pack that are computed at the same time. All eight would need too many registers.
 template <class A>
@@ -35,7 +35,7 @@ __device__ __forceinline__ void turn_round(A (&pack)[kPack], const A (&computed)
 // other.
 struct Work {
   int threads_per_row;
-  int64_t turns;           // of a row
+  int64_t iterations;      // of a row
   int64_t blocks_per_row;  // 1 where rows share a block
 };
 
@@ -43,8 +43,8 @@ Work work_of(int64_t cols) {
   const int64_t packs = (cols + kPack - 1) / kPack;
   int threads = 1;
   while (threads < kThreads && threads < packs) threads *= 2;
-  const int64_t turns = (packs + threads - 1) / threads;
-  return {threads, turns, (turns + kTurnsPerBlock - 1) / kTurnsPerBlock};
+  const int64_t iterations = (packs + threads - 1) / threads;
+  return {threads, iterations, (iterations + kIterationsPerBlock - 1) / kIterationsPerBlock};
 }
 
 // Calls body(row, its place, columns, pack) for each pack of a thread. With kAligned a pack is
@@ -59,14 +59,15 @@ __device__ __forceinline__ void for_each_pack(const Args& args, const Work& work
   const int64_t row = of_rows * rows_per_block + group;
   if (row >= args.rows) return;
   const RowIndex index = row_index(args.row_size, row);
-  const int64_t first = (block - of_rows * work.blocks_per_row) * kTurnsPerBlock;
-  const int64_t last = first + kTurnsPerBlock < work.turns ? first + kTurnsPerBlock : work.turns;
-  for (int64_t turn = first; turn < last; ++turn) {
-    const bool is_whole = (turn + 1) * kPack * work.threads_per_row <= args.cols;
+  const int64_t first = (block - of_rows * work.blocks_per_row) * kIterationsPerBlock;
+  const int64_t last =
+      first + kIterationsPerBlock < work.iterations ? first + kIterationsPerBlock : work.iterations;
+  for (int64_t iteration = first; iteration < last; ++iteration) {
+    const bool is_whole = (iteration + 1) * kPack * work.threads_per_row <= args.cols;
     if (kAligned && (is_whole || args.cols % kPack == 0)) {
-      body(row, index, StridedColumns<true>{work.threads_per_row, thread, args.cols}, turn);
+      body(row, index, StridedColumns<true>{work.threads_per_row, thread, args.cols}, iteration);
     } else {
-      body(row, index, StridedColumns<false>{work.threads_per_row, thread, args.cols}, turn);
+      body(row, index, StridedColumns<false>{work.threads_per_row, thread, args.cols}, iteration);
     }
   }
 }

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   constexpr int kOwnParts = kTile.warps / kOwnGroups;
   constexpr int kSlabs = kBucket / kSlab, kOwnTiles = kSlabs / kOwnParts * kSlab / 8;
   constexpr int kKept = backward_kept_columns(kBucket);
-  constexpr int kFacts = 4;  // this turn, the next, the one after; rounded up to a power of two
+  constexpr int kFacts = 4;  // three iterations' from this one on, rounded up to a power of two
   constexpr int kGradients = kParts == 1 ? 0 : kQueries;  // the column of dS, after P
   using RowTile = Tile<T, kBucket>;
   using ValueTile = Tile<T, 128>;  // the columns of V that are not kept in registers
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   uint32_t* const seen_words = shared.take<uint32_t>(2 * kTile.warps);
   float* const scratch = shared.take<float>(2 * kReduceScratch<1>);
   auto* const block = shared.take<BlockConstants>(1);
-  auto* const facts = shared.take<TurnFacts>(kFacts);
+  auto* const facts = shared.take<IterationFacts>(kFacts);
   // Where a device has room for two stages, there is the wide layout.
   const auto stages = [&] {
     return kWide ? kBackwardStages : has_wide_layout(kBucket, kTerms) ? 1 : work.stages;
@@ -155,53 +155,53 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     load_tile<kKeys, kThreads>(target, from, block->first_key, block->seen_first, block->seen_last);
   };
   // The address is computed each time, not kept in a register.
-  const auto facts_of = [&](int turn_index) -> TurnFacts& {
-    return facts[opaque(turn_index) & (kFacts - 1)];
+  const auto facts_of = [&](int number) -> IterationFacts& {
+    return facts[opaque(number) & (kFacts - 1)];
   };
-  const auto load_query = [&](int turn_index, int stage) {
-    const TurnFacts& of = facts_of(turn_index);
+  const auto load_query = [&](int number, int stage) {
+    const IterationFacts& of = facts_of(number);
     const Rows<const T> from = {static_cast<const T*>(of.query), args.query.row_stride,
                                 static_cast<int>(args.head_dim), of.query_piece};
     load_tile<kQueries, kThreads>(query_tile(stage), from, 0, 0, of.queries);
   };
-  const auto load_doutput = [&](int turn_index, int stage) {
-    const TurnFacts& of = facts_of(turn_index);
+  const auto load_doutput = [&](int number, int stage) {
+    const IterationFacts& of = facts_of(number);
     const Rows<const T> from = {static_cast<const T*>(of.doutput), args.doutput.row_stride,
                                 static_cast<int>(args.value_dim), of.doutput_piece};
     load_tile<kQueries, kThreads>(doutput_tile(stage), from, 0, 0, of.queries);
   };
-  const auto load_statistics = [&](const Turn& turn) {
+  const auto load_statistics = [&](const Iteration& iteration) {
     const int i = thread_index();
     if (i >= kQueries) return RowStatistics{};
-    return load_row_statistics(args, work.ends, block->sequence, block->batch, turn.head,
-                               turn.first + i);
+    return load_row_statistics(args, work.ends, block->sequence, block->batch, iteration.head,
+                               iteration.first + i);
   };
-  const auto put_numbers = [&](int turn_index, const RowStatistics& statistics) {
+  const auto put_numbers = [&](int number, const RowStatistics& statistics) {
     const int i = thread_index();
     if (i >= kQueries) return;
-    numbers_of(turn_index)
-        .put(i,
-             query_numbers<kTerms>(args, block->sequence, statistics,
-                                   facts_of(turn_index).turn.first + i, block->first_key, kKeys));
+    numbers_of(number).put(
+        i, query_numbers<kTerms>(args, block->sequence, statistics,
+                                 facts_of(number).iteration.first + i, block->first_key, kKeys));
   };
   // Done by a thread of a warp that stores no numbers.
-  const auto put_facts = [&](int turn_index, const Turn& turn) {
-    if (thread_index() != kThreads - kLanes || turn_index >= block->turns) return;
+  const auto put_facts = [&](int number, const Iteration& iteration) {
+    if (thread_index() != kThreads - kLanes || number >= block->iterations) return;
     const auto first = [&](const Strided& tensor, int64_t cols) {
-      auto rows = rows_of<const T>(tensor, block->batch, turn.head, block->sequence.first_q, cols);
-      rows.base = rows.row(turn.first);
+      auto rows =
+          rows_of<const T>(tensor, block->batch, iteration.head, block->sequence.first_q, cols);
+      rows.base = rows.row(iteration.first);
       return rows;
     };
     const auto query = first(args.query, args.head_dim);
     const auto doutput = first(args.doutput, args.value_dim);
-    facts_of(turn_index) = {.turn = turn,
-                            .queries = block->queries - turn.first,
-                            .is_whole = !kTerms && block->is_whole(args, turn, kTile),
-                            .sums = sums_of_turn(args, work, *block, turn),
-                            .query = query.base,
-                            .doutput = doutput.base,
-                            .query_piece = query.piece,
-                            .doutput_piece = doutput.piece};
+    facts_of(number) = {.iteration = iteration,
+                        .queries = block->queries - iteration.first,
+                        .is_whole = !kTerms && block->is_whole(args, iteration, kTile),
+                        .sums = sums_of_iteration(args, work, *block, iteration),
+                        .query = query.base,
+                        .doutput = doutput.base,
+                        .query_piece = query.piece,
+                        .doutput_piece = doutput.piece};
   };
 
   // The warp's place, computed from the thread's index each time, not kept in registers: its keys
@@ -215,9 +215,9 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   uint32_t value_a[kKept == 0 ? 1 : kKept / 16][4] = {};
   float head_sum = 0.0f;  // add_head_gradients(): the lane's share of the head so far
 
-  if (block->turns > 0) {
-    put_facts(0, block->first_turn());
-    put_facts(1, block->after(block->first_turn(), kTile));
+  if (block->iterations > 0) {
+    put_facts(0, block->first_iteration());
+    put_facts(1, block->after(block->first_iteration(), kTile));
     // The part of V that registers keep is loaded through the memory of the last tiles of queries.
     const RowTile passing = query_tile(stages() - 1);
     const bool has_place = kKept == 0 || stages() > 1;
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     __syncthreads();  // the facts are stored
     if (has_place) load_query(0, 0), load_doutput(0, 0);
     cp_async_commit();
-    put_numbers(0, load_statistics(facts_of(0).turn));
+    put_numbers(0, load_statistics(facts_of(0).iteration));
     if constexpr (kKept > 0) {
       cp_async_wait<0>();
       __syncthreads();
@@ -244,12 +244,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
   }
 
   ONEPASS_ROLL
-  for (int i = 0; i < block->turns; ++i) {
+  for (int i = 0; i < block->iterations; ++i) {
     const auto stage = [&] { return opaque(i) & (stages() - 1); };  // of one or two
-    const auto now = [&]() -> const TurnFacts& { return facts_of(i); };
-    const bool is_last = i + 1 == block->turns;
+    const auto now = [&]() -> const IterationFacts& { return facts_of(i); };
+    const bool is_last = i + 1 == block->iterations;
     cp_async_wait<0>();
-    __syncthreads();  // this turn's queries are loaded, the previous turn's no longer needed
+    __syncthreads();  // this iteration's queries are loaded, the previous one's no longer needed
     if (!is_last && stages() > 1) {
       load_query(i + 1, 1 - stage()), load_doutput(i + 1, 1 - stage());
     }
@@ -263,8 +263,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       const int left = part() * (kQueries / kParts) + strip * kStrip;
       const auto place = [&](int m = 0) {
         const int row = top_key() + 16 * m;
-        return Strip<kQueries>{numbers_of(i), thread_index() % kLanes, left,
-                               row,           now().turn.first + left, block->first_key + row};
+        return Strip<kQueries>{numbers_of(i), thread_index() % kLanes,      left,
+                               row,           now().iteration.first + left, block->first_key + row};
       };
       float p[kScoreRows][kTiles][4] = {}, ds[kScoreRows][kTiles][4] = {};
       const FragmentLanes<kBucket> lanes(thread_index() % kLanes);
@@ -288,12 +288,12 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       if constexpr (kTerms) {
         static_assert(kScoreRows == 1);
         const auto terms = [&] {
-          return HeadTerms(args, block->sequence, block->batch, now().turn.head);
+          return HeadTerms(args, block->sequence, block->batch, now().iteration.head);
         };
         uint32_t kept = ~0u;
         if (args.seed) {
-          kept = draw_transposed<kTiles>(block->dropout, args,
-                                         random_head(args, block->batch, now().turn.head), place());
+          kept = draw_transposed<kTiles>(
+              block->dropout, args, random_head(args, block->batch, now().iteration.head), place());
         }
         const StripTerms<kTiles> from_memory(args, terms(), place());
         const auto settled = [&] { return from_memory.counts(args, thread_index() % kLanes); };
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
 
     // ---- dK, and dV where two warps have the same keys
     RowStatistics statistics{};
-    if (!is_last) statistics = load_statistics(facts_of(i + 1).turn);
+    if (!is_last) statistics = load_statistics(facts_of(i + 1).iteration);
     if (shares_place) __syncthreads();  // dO is no longer needed
     ONEPASS_UNROLL
     for (int j = 0; j < kScoreRows * kStrips * kSteps; ++j) {
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
           }
         }
       }
-      const QueryOrder order(args, work, *block, now().turn, kTile);
+      const QueryOrder order(args, work, *block, now().iteration, kTile);
       order.wait();
       if (slab < work.head_slabs) {
         add_query_gradient(sum, now().sums, work.head_slabs, now().queries, top, slab);
@@ -419,17 +419,17 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
       order.pass_on();
     }
 
-    // ---- the next turn
+    // ---- the next iteration
     if (kTerms && head_gradient(args) &&
-        (is_last || facts_of(i + 1).turn.head != now().turn.head)) {
+        (is_last || facts_of(i + 1).iteration.head != now().iteration.head)) {
       store_partial(head_sum, static_cast<float*>(work.ends.head_sums),
-                    block->head_partial(args, work, now().turn.head),
-                    scratch + now().turn.head % 2 * kReduceScratch<1>);
+                    block->head_partial(args, work, now().iteration.head),
+                    scratch + now().iteration.head % 2 * kReduceScratch<1>);
       head_sum = 0.0f;
     }
     if (is_last) continue;
     put_numbers(i + 1, statistics);
-    put_facts(i + 2, block->after(facts_of(i + 1).turn, kTile));
+    put_facts(i + 2, block->after(facts_of(i + 1).iteration, kTile));
     if (stages() == 1 && (kParts > 1 || shares_place)) {
       __syncthreads();  // the memory of the next queries is no longer used
       if (kParts > 1) load_query(i + 1, 0);
@@ -438,8 +438,8 @@ __global__ void __launch_bounds__(backward_tile(kBucket).threads(), 1)
     }
   }
 
-  if (head_gradient(args) && block->turns == 0 && thread_index() < block->group_size) {
-    const int head = block->first_turn().head + thread_index();
+  if (head_gradient(args) && block->iterations == 0 && thread_index() < block->group_size) {
+    const int head = block->first_iteration().head + thread_index();
     store_global(static_cast<float*>(work.ends.head_sums) + block->head_partial(args, work, head),
                  0.0f);
   }
@@ -480,7 +480,7 @@ struct BackwardShape {
   int64_t key_tiles;
   int64_t query_tiles;
   int64_t sums;      // floats
-  int64_t counters;  // the ticket, then turns
+  int64_t counters;  // the ticket, then `added`
   int64_t ends;      // bytes
 
   int64_t zeroed_bytes() const { return (sums + counters) * 4; }
@@ -532,7 +532,7 @@ void run_backward(const AttentionBackward& args, const Plan& plan, const Backwar
                     .order = order_of(args, shape),
                     .dquery = args.dquery.data ? sums : nullptr,
                     .ticket = shape.counters > 0 ? counters : nullptr,
-                    .turns = counters + 1,
+                    .added = counters + 1,
                     .query_tiles = shape.query_tiles,
                     .head_slabs = slabs_of(args.head_dim),
                     .value_slabs = slabs_of(args.value_dim),

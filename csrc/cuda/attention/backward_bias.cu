@@ -77,7 +77,7 @@ struct BiasBlock {
   int heads;
   int first_tile;
   int tiles;
-  int turns;
+  int iterations;
 
   __device__ __forceinline__ BiasBlock(const AttentionBackward& args, const BiasWork& work,
                                        const AttentionTile& tile)
@@ -98,12 +98,12 @@ struct BiasBlock {
     };
     first_tile = begin(part);
     tiles = begin(part + 1) - first_tile;
-    turns = static_cast<int>(args.batch / work.batches) * heads * tiles;
+    iterations = static_cast<int>(args.batch / work.batches) * heads * tiles;
   }
 };
 
 // One tile of queries of a head, whose dS the block adds to its sums. Also in shared memory.
-struct BiasTurn {
+struct BiasIteration {
   Sequence sequence;
   int batch;
   int head;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
   const RowTile query = RowTile::take(shared, kQueries), doutput = RowTile::take(shared, kQueries);
   const QueryTile<kQueries> numbers = {shared.take<float>(kQueryNumbers * kQueries)};
   auto* const block = shared.take<BiasBlock>(1);
-  auto* const turn = shared.take<BiasTurn>(1);
+  auto* const iteration = shared.take<BiasIteration>(1);
   if (thread_index() == 0) *block = BiasBlock(args, work, kTile);
   __syncthreads();
 
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
 
   float sum[kStrips * kTiles][4] = {};
   ONEPASS_ROLL
-  for (int i = 0; i < block->turns; ++i) {
-    BiasTurn next{};
+  for (int i = 0; i < block->iterations; ++i) {
+    BiasIteration next{};
     next.batch = block->batch + i / block->tiles / block->heads;
     next.head = block->head + i / block->tiles % block->heads;
     next.first = (block->first_tile + i % block->tiles) * kQueries;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
       numbers.put(q, query_numbers<true>(args, next.sequence, statistics, next.first + q,
                                          block->first_key, kKeys));
     }
-    if (thread_index() == 0) *turn = next;
+    if (thread_index() == 0) *iteration = next;
     cp_async_wait<0>();
     __syncthreads();
 
@@ -176,14 +176,16 @@ __global__ void __launch_bounds__(bias_tile(kBucket).threads(), 2)
     for (int strip = 0; strip < kStrips; ++strip) {
       const auto column = [&] { return left() + strip * kBiasStrip; };
       const auto place = [&] {
-        return Strip<kQueries>{numbers, thread_index() % kLanes, column(),
-                               top(),   turn->first + column(),  block->first_key + top()};
+        return Strip<kQueries>{numbers, thread_index() % kLanes,     column(),
+                               top(),   iteration->first + column(), block->first_key + top()};
       };
-      const auto terms = [&] { return HeadTerms(args, turn->sequence, turn->batch, turn->head); };
+      const auto terms = [&] {
+        return HeadTerms(args, iteration->sequence, iteration->batch, iteration->head);
+      };
       uint32_t kept = ~0u;
       if (args.seed) {
-        kept = draw_transposed<kTiles>(block->dropout, args,
-                                       random_head(args, turn->batch, turn->head), place());
+        kept = draw_transposed<kTiles>(
+            block->dropout, args, random_head(args, iteration->batch, iteration->head), place());
       }
       const StripTerms<kTiles> from_memory(args, terms(), place());
       float products[1][kTiles][4] = {}, gradients[1][kTiles][4] = {}, derivative[kTiles][4];

@@ -70,16 +70,17 @@ __device__ __forceinline__ void load_half(const float* first, float (&value)[4])
 // Rows of dQ that a warp computes in an iteration.
 inline constexpr int kQueryRows = 32;
 
-// The sums of the first row of a turn (a tile of queries).
-__device__ __forceinline__ float* sums_of_turn(const Attention& args, const BackwardWork& work,
-                                               const BlockConstants& block, const Turn& turn) {
+// The sums of the first row of an iteration (a tile of queries).
+__device__ __forceinline__ float* sums_of_iteration(const Attention& args, const BackwardWork& work,
+                                                    const BlockConstants& block,
+                                                    const Iteration& iteration) {
   if (!work.dquery) return nullptr;
-  const int64_t unit = first_unit(args, block.sequence, block.batch, turn.head);
-  return work.dquery + (unit + turn.first / kUnitRows) * work.head_slabs * kUnit;
+  const int64_t unit = first_unit(args, block.sequence, block.batch, iteration.head);
+  return work.dquery + (unit + iteration.first / kUnitRows) * work.head_slabs * kUnit;
 }
 
-// Adds kQueryRows rows of dS K to one slab of columns, beginning at row `top` of the turn. sums: of
-// the turn; rows: of the sequence, from the turn's first row on.
+// Adds kQueryRows rows of dS K to one slab of columns, beginning at row `top` of the iteration.
+// sums: of the iteration; rows: of the sequence, from the iteration's first row on.
 __device__ __forceinline__ void add_query_gradient(const float (&sum)[2][4][4], float* sums,
                                                    int slabs, int rows, int top, int slab) {
   float* values = sums + (top / kUnitRows * slabs + slab) * kUnit + first_in_half();

@@ -1,5 +1,5 @@
 // The work of a block of attention's backward: its tile of keys, the tiles of queries that see it
-// (one turn each), and the time when the block may add to the dQ of a turn.
+// (one iteration each), and the time when the block may add to the dQ of an iteration.
 #pragma once
 
 #include "cuda/attention/backward_ends.cuh"
@@ -16,7 +16,7 @@ struct BackwardWork {
   BlockOrder order;  // of the pairs' tiles of keys; a block takes the queries of all heads
   float* dquery;     // sums, see backward_query.cuh; null if not wanted
   uint32_t* ticket;  // number of the next block; null: blocks add to dQ in any order
-  uint32_t* turns;   // (batch, heads, query_tiles) number of tiles of keys already added
+  uint32_t* added;   // (batch, heads, query_tiles) number of tiles of keys already added
   int64_t query_tiles;
   int head_slabs;
   int value_slabs;
@@ -24,15 +24,15 @@ struct BackwardWork {
 };
 
 // A tile of queries of a head.
-struct Turn {
+struct Iteration {
   int head;
   int first;
 };
 
-// Facts of a turn, which one thread computes in 64-bit arithmetic for the whole block.
-struct TurnFacts {
-  Turn turn;
-  int queries;        // of the sequence, from the turn's first on
+// Facts of an iteration, which one thread computes in 64-bit arithmetic for the whole block.
+struct IterationFacts {
+  Iteration iteration;
+  int queries;        // of the sequence, from the iteration's first on
   bool is_whole;      // see BlockConstants; without terms
   float* sums;        // of dQ, at the first row
   const void* query;  // the first row
@@ -57,7 +57,7 @@ struct BlockConstants {
   int seen_last;
   int begin;  // queries that see any of the tile's keys, rounded down to a whole tile of queries
   int end;
-  int turns;
+  int iterations;
 
   __device__ __forceinline__ BlockConstants(const AttentionBackward& args, const BackwardWork& work,
                                             const AttentionTile& shape, bool terms)
@@ -75,7 +75,7 @@ struct BlockConstants {
     keys = static_cast<int>(sequence.keys);
     queries = static_cast<int>(sequence.queries);
     first_key = tile * shape.keys - shift;
-    seen_first = seen_last = begin = end = turns = 0;
+    seen_first = seen_last = begin = end = iterations = 0;
     const int last_key = first_key + shape.keys < keys ? first_key + shape.keys : keys;
     if (first_key >= last_key) return;
     const KeyRange range = seeing_queries(args, sequence, first_key > 0 ? first_key : 0, last_key);
@@ -85,24 +85,30 @@ struct BlockConstants {
     seen_last = static_cast<int>(seen.last);
     begin = static_cast<int>(range.first) / shape.queries * shape.queries;
     end = static_cast<int>(range.last);
-    turns = group_size * ((end - begin + shape.queries - 1) / shape.queries);
+    iterations = group_size * ((end - begin + shape.queries - 1) / shape.queries);
   }
 
-  __device__ __forceinline__ Turn first_turn() const { return {kv_head * group_size, begin}; }
-  __device__ __forceinline__ Turn after(const Turn& turn, const AttentionTile& shape) const {
-    return turn.first + shape.queries < end ? Turn{turn.head, turn.first + shape.queries}
-                                            : Turn{turn.head + 1, begin};
+  __device__ __forceinline__ Iteration first_iteration() const {
+    return {kv_head * group_size, begin};
   }
-  // The keys that the queries of a turn see.
-  __device__ __forceinline__ SeenKeys keys_of(const AttentionBackward& args, const Turn& turn,
+  __device__ __forceinline__ Iteration after(const Iteration& iteration,
+                                             const AttentionTile& shape) const {
+    return iteration.first + shape.queries < end
+               ? Iteration{iteration.head, iteration.first + shape.queries}
+               : Iteration{iteration.head + 1, begin};
+  }
+  // The keys that the queries of an iteration see.
+  __device__ __forceinline__ SeenKeys keys_of(const AttentionBackward& args,
+                                              const Iteration& iteration,
                                               const AttentionTile& shape) const {
-    const int last = turn.first + shape.queries;
-    return seen_keys(args, sequence, turn.first, last < queries ? last : queries);
+    const int last = iteration.first + shape.queries;
+    return seen_keys(args, sequence, iteration.first, last < queries ? last : queries);
   }
   // Whether all of them see all keys of the tile.
-  __device__ __forceinline__ bool is_whole(const AttentionBackward& args, const Turn& turn,
+  __device__ __forceinline__ bool is_whole(const AttentionBackward& args,
+                                           const Iteration& iteration,
                                            const AttentionTile& shape) const {
-    const SeenKeys seen = keys_of(args, turn, shape);
+    const SeenKeys seen = keys_of(args, iteration, shape);
     return seen.all_first <= first_key && first_key + shape.keys <= seen.all_last;
   }
   __device__ __forceinline__ int64_t head_partial(const AttentionBackward& args,
@@ -111,17 +117,17 @@ struct BlockConstants {
   }
 };
 
-// The order in which blocks add to the dQ of a turn: a block waits until all earlier tiles of keys
-// that these queries see have been added. All threads of the block call it.
+// The order in which blocks add to the dQ of an iteration: a block waits until all earlier tiles of
+// keys that these queries see have been added. All threads of the block call it.
 class QueryOrder {
  public:
   __device__ __forceinline__ QueryOrder(const AttentionBackward& args, const BackwardWork& work,
-                                        const BlockConstants& block, const Turn& turn,
+                                        const BlockConstants& block, const Iteration& iteration,
                                         const AttentionTile& shape) {
     if (!work.ticket) return;
-    added_ = work.turns + (block.batch * args.heads + turn.head) * work.query_tiles +
-             turn.first / shape.queries;
-    const auto first = static_cast<int>(block.keys_of(args, turn, shape).first);
+    added_ = work.added + (block.batch * args.heads + iteration.head) * work.query_tiles +
+             iteration.first / shape.queries;
+    const auto first = static_cast<int>(block.keys_of(args, iteration, shape).first);
     before_ = static_cast<uint32_t>(block.tile - (first + block.shift) / shape.keys);
   }
   __device__ __forceinline__ void wait() const {

@@ -82,10 +82,10 @@ class DecodeBlock {
   using T = typename Tile::Element;
   using Facts = BlockFacts<T>;
   using Scales = RowScales<Tile::kWarps>;
-  static constexpr int kTurn = Tile::kWarps * Tile::kKeys;  // keys
+  static constexpr int kKeysPerIteration = Tile::kWarps * Tile::kKeys;  // keys
   static constexpr int kThreads = Tile::kWarps * kLanes;
   static constexpr int kRowValues = Tile::kDims / 4;
-  static_assert(kChunkUnit % kTurn == 0);
+  static_assert(kChunkUnit % kKeysPerIteration == 0);
   static_assert(Tile::kWarps * Tile::kRows * Tile::kDims * 4 <= kQueueBytes);
 
  public:
@@ -185,34 +185,38 @@ class DecodeBlock {
         keys_within(cached_keys_of(args_, all, tile.query(shape_, tile.rows - 1)).last - first_key,
                     count)};
     Words* const own = queue_ + warp_index() * (kQueueBytes / 16 / Tile::kWarps) + lane_index();
-    const auto queue = [&](int turn, int which) {
-      return own + (turn % kStages * 2 + which) * kPieces * kLanes;
+    const auto queue = [&](int iteration, int which) {
+      return own + (iteration % kStages * 2 + which) * kPieces * kLanes;
     };
     // The seen keys, counted from `key`.
     const auto there = [&](int key) { return KeysThere{seen.first - key, seen.last - key}; };
-    const auto key_of = [&](int turn) { return turn * kTurn + warp_index() * Tile::kKeys; };
-    const int first_turn = seen.first / kTurn;
-    const int last_turn = seen.first < seen.last ? (seen.last + kTurn - 1) / kTurn : first_turn;
-    const auto load_keys = [&](int turn) {
-      const int key = key_of(turn);
-      if (turn < last_turn) {
+    const auto key_of = [&](int iteration) {
+      return iteration * kKeysPerIteration + warp_index() * Tile::kKeys;
+    };
+    const int first_iteration = seen.first / kKeysPerIteration;
+    const int last_iteration = seen.first < seen.last
+                                   ? (seen.last + kKeysPerIteration - 1) / kKeysPerIteration
+                                   : first_iteration;
+    const auto load_keys = [&](int iteration) {
+      const int key = key_of(iteration);
+      if (iteration < last_iteration) {
         const CacheRows<const T> rows = facts_->keys;  // one read of shared memory
-        Tile::load_keys(queue(turn, 0), rows, first_key + key, there(key));
+        Tile::load_keys(queue(iteration, 0), rows, first_key + key, there(key));
       }
       cp_async_commit();
     };
-    const auto load_values = [&](int turn) {
-      const int key = key_of(turn);
-      if (turn < last_turn) {
+    const auto load_values = [&](int iteration) {
+      const int key = key_of(iteration);
+      if (iteration < last_iteration) {
         const CacheRows<const T> rows = facts_->values;
-        Tile::load_values(queue(turn, 1), rows, first_key + key, there(key));
+        Tile::load_values(queue(iteration, 1), rows, first_key + key, there(key));
       }
       cp_async_commit();
     };
     ONEPASS_ROLL
     for (int i = 0; i < kStages; ++i) {
-      load_keys(first_turn + i);
-      load_values(first_turn + i);
+      load_keys(first_iteration + i);
+      load_values(first_iteration + i);
     }
     if (!has_queries) {
       put_queries();
@@ -220,18 +224,19 @@ class DecodeBlock {
     }
     const OwnRows<Tile> rows(args_, shape_, tile, all, first_key, count);
     ONEPASS_ROLL
-    for (int turn = first_turn; turn < last_turn; ++turn) {
+    for (int iteration = first_iteration; iteration < last_iteration; ++iteration) {
       // The group that is waited for is older than the last 2 kStages - 1.
       cp_async_wait<2 * kStages - 1>();
       float score[Tile::kOwnRows][Tile::kOwnScores], shrink[Tile::kOwnRows];
-      Tile::multiply(score, queries_, queue(turn, 0), static_cast<int>(args_.head_dim), tile.rows);
-      load_keys(turn + kStages);
-      add_terms(score, args_, numbers_, rows, key_of(turn));
+      Tile::multiply(score, queries_, queue(iteration, 0), static_cast<int>(args_.head_dim),
+                     tile.rows);
+      load_keys(iteration + kStages);
+      add_terms(score, args_, numbers_, rows, key_of(iteration));
       state.weigh(score, shrink);
       cp_async_wait<2 * kStages - 1>();
-      state.tile.add(score, shrink, queue(turn, 1), static_cast<int>(args_.value_dim), tile.rows,
-                     weights_ + warp_index() * Tile::kWeightFloats);
-      load_values(turn + kStages);
+      state.tile.add(score, shrink, queue(iteration, 1), static_cast<int>(args_.value_dim),
+                     tile.rows, weights_ + warp_index() * Tile::kWeightFloats);
+      load_values(iteration + kStages);
     }
     cp_async_wait<0>();
   }

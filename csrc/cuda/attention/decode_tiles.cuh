@@ -70,10 +70,10 @@ struct KeysThere {
 // The rows of the keys that a warp takes together. If they are in pages, each is looked up by one
 // lane.
 template <int kKeys, class T>
-class TurnRows {
+class IterationRows {
  public:
-  __device__ __forceinline__ TurnRows(const CacheRows<const T>& rows, int first,
-                                      const KeysThere& there)
+  __device__ __forceinline__ IterationRows(const CacheRows<const T>& rows, int first,
+                                           const KeysThere& there)
       : rows_(rows), there_(there), first_(first), own_offset_(0) {
     const int key = lane_index();
     if (rows.pages && key < kKeys && there.has(key)) own_offset_ = rows.offset(first + key);
@@ -144,7 +144,7 @@ struct TensorTile {
   // Pieces (key / 8, slice).
   static __device__ __forceinline__ void load_keys(Words* queue, const CacheRows<const T>& rows,
                                                    int first, const KeysThere& there) {
-    const TurnRows<kKeys, T> keys(rows, first, there);
+    const IterationRows<kKeys, T> keys(rows, first, there);
     ONEPASS_UNROLL
     for (int n = 0; n < 2; ++n) {
       keys.template load<kSlices, 32, 1>(queue + n * kSlices * kLanes, 8 * n + lane_index() / 4,
@@ -155,7 +155,7 @@ struct TensorTile {
   // Pieces (group of columns, which of the lane's four keys).
   static __device__ __forceinline__ void load_values(Words* queue, const CacheRows<const T>& rows,
                                                      int first, const KeysThere& there) {
-    const TurnRows<kKeys, T> keys(rows, first, there);
+    const IterationRows<kKeys, T> keys(rows, first, there);
     ONEPASS_UNROLL
     for (int i = 0; i < 4; ++i) {
       keys.template load<kGroups, 64, 4>(queue + i * kLanes, own_key(i), lane_index() / 4 * 8);
@@ -298,7 +298,7 @@ struct PlainTile {
   // Pieces (key, slice).
   static __device__ __forceinline__ void load_rows(Words* queue, const CacheRows<const T>& rows,
                                                    int first, const KeysThere& there) {
-    const TurnRows<kKeys, T> keys(rows, first, there);
+    const IterationRows<kKeys, T> keys(rows, first, there);
     ONEPASS_UNROLL
     for (int key = 0; key < kKeys; ++key) {
       keys.template load<kSlices, kSlice, 1>(queue + key * kSlices * kLanes, key,

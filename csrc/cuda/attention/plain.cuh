@@ -142,10 +142,11 @@ __device__ __forceinline__ void load_chunk(A* target, const Rows& rows, int64_t 
 template <int kRows, int kWidth, int kThreads, class A>
 __device__ __forceinline__ void load_slab(A* slab, const Rows& rows, int row, int col,
                                           uint64_t has) {
-  constexpr int kChunks = kWidth / kChunk<A>, kTurns = (kRows * kChunks + kThreads - 1) / kThreads;
+  constexpr int kChunks = kWidth / kChunk<A>,
+                kIterations = (kRows * kChunks + kThreads - 1) / kThreads;
   ONEPASS_ROLL
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int index = turn * kThreads + static_cast<int>(threadIdx.x);
+  for (int iteration = 0; iteration < kIterations; ++iteration) {
+    const int index = iteration * kThreads + static_cast<int>(threadIdx.x);
     if (kRows * kChunks % kThreads != 0 && index >= kRows * kChunks) return;
     const int r = index / kChunks, c = col + index % kChunks * kChunk<A>;
     const bool some = (has >> r & 1) && c < rows.cols;

@@ -207,7 +207,7 @@ constexpr AttentionTile bias_tile(int bucket) {
   return {.queries = 32, .keys = 64, .warps = 8};
 }
 
-// K, V, Q, dO; numbers of the queries; BiasBlock and BiasTurn.
+// K, V, Q, dO; numbers of the queries; BiasBlock and BiasIteration.
 constexpr size_t bias_shared_bytes(int bucket) {
   const AttentionTile tile = bias_tile(bucket);
   return 2 * (tile.keys + tile.queries) * bucket * size_t{2} +

@@ -87,9 +87,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   A sum[kPack] = {}, sum_h[kPack] = {};
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
     const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
-                               columns, place.turn);
-    const auto d = Types::load(args.doutput, args.doutput_dtype,
-                               place.offset(args.doutput_stride, pixel), columns, place.turn);
+                               columns, place.pixel_block);
+    const auto d =
+        Types::load(args.doutput, args.doutput_dtype, place.offset(args.doutput_stride, pixel),
+                    columns, place.pixel_block);
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       const Channel<A>& of = channels.of[e];
@@ -109,14 +110,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (place.row > 0) return;
   for (int e = 0; e < kPack; ++e) {
-    if (!columns.has(place.turn, e)) continue;
+    if (!columns.has(place.pixel_block, e)) continue;
     A all = 0, all_h = 0;
     for (int row = 0; row < place.rows; ++row) {
       const int slot = e * kThreads + row * work.threads_per_row + place.thread;
       all += sums[slot];
       all_h += sums[kPack * kThreads + slot];
     }
-    A* const to = partials + place.sum(args, work, columns.of(place.turn, e));
+    A* const to = partials + place.sum(args, work, columns.of(place.pixel_block, e));
     store_global(to, all);
     store_global(to + args.channels, all_h);
   }
@@ -189,23 +190,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   A g[kPack] = {}, gh[kPack] = {};
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    if (!columns.has(place.turn, e)) continue;
-    const int64_t group = place.sample * args.groups + columns.of(place.turn, e) / work.per_group;
+    if (!columns.has(place.pixel_block, e)) continue;
+    const int64_t group =
+        place.sample * args.groups + columns.of(place.pixel_block, e) / work.per_group;
     g[e] = load_global(mean_g + group);
     gh[e] = load_global(mean_gh + group);
   }
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
     const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
-                               columns, place.turn);
-    const auto d = Types::load(args.doutput, args.doutput_dtype,
-                               place.offset(args.doutput_stride, pixel), columns, place.turn);
+                               columns, place.pixel_block);
+    const auto d =
+        Types::load(args.doutput, args.doutput_dtype, place.offset(args.doutput_stride, pixel),
+                    columns, place.pixel_block);
     A dx[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
       dx[e] = dinput_of(args, Types::value(d, e), Types::value(x, e), channels.of[e], g[e], gh[e]);
     }
     Types::store(args.dinput, args.input_dtype,
-                 (place.sample * args.pixels + pixel) * args.channels, columns, place.turn,
+                 (place.sample * args.pixels + pixel) * args.channels, columns, place.pixel_block,
                  Types::round(dx, args.input_dtype));
   }
 }

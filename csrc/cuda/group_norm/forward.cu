@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   A count = 0;
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
     const T* x = static_cast<const T*>(args.input) + place.offset(args.input_stride, pixel);
-    const Raw<T> raw = load_pack(x, columns, place.turn);
+    const Raw<T> raw = load_pack(x, columns, place.pixel_block);
     count += A(1);
     const A share = A(1) / count;
     ONEPASS_UNROLL
@@ -105,14 +105,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (place.row > 0) return;
   const int64_t pixels = place.end - place.begin;
   for (int e = 0; e < kPack; ++e) {
-    if (!columns.has(place.turn, e)) continue;
+    if (!columns.has(place.pixel_block, e)) continue;
     Moments<A> all{};
     for (int row = 0; row < place.rows && row < pixels; ++row) {
       const int slot = e * kThreads + row * work.threads_per_row + place.thread;
       const int64_t own = (pixels - row + place.rows - 1) / place.rows;
       all.add({static_cast<A>(own), means[slot], squares_of[slot]});
     }
-    A* const to = partials + place.sum(args, work, columns.of(place.turn, e));
+    A* const to = partials + place.sum(args, work, columns.of(place.pixel_block, e));
     store_global(to, all.mean);
     store_global(to + args.channels, all.squares);
   }
@@ -166,12 +166,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Channels<A> channels = load_channels<A>(args, work, mean, rstd, place, columns);
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
     const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
-                               columns, place.turn);
+                               columns, place.pixel_block);
     A y[kPack];
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) y[e] = output_of(args, Types::value(x, e), channels.of[e]);
     Types::store(args.output, args.output_dtype,
-                 (place.sample * args.pixels + pixel) * args.channels, columns, place.turn,
+                 (place.sample * args.pixels + pixel) * args.channels, columns, place.pixel_block,
                  Types::round(y, args.output_dtype));
   }
 }

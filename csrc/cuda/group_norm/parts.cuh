@@ -25,10 +25,10 @@ inline constexpr int64_t kMaxParts = 64;
 // How the work of a call is divided among blocks and threads.
 struct Work {
   int64_t parts;
-  int64_t step;         // pixels of a part, but for the last: a multiple of a pack
-  int threads_per_row;  // a row: a channel's part, or a pixel's channels
-  int64_t turns;        // of channels last: blocks that share a pixel
-  int64_t per_group;    // channels
+  int64_t step;          // pixels of a part, but for the last: a multiple of a pack
+  int threads_per_row;   // a row: a channel's part, or a pixel's channels
+  int64_t pixel_blocks;  // of channels last: blocks that share a pixel
+  int64_t per_group;     // channels
 
   ONEPASS_HOST_DEVICE int64_t end_of(int64_t part, int64_t pixels) const {
     const int64_t end = (part + 1) * step;
@@ -50,16 +50,16 @@ inline Work work_of(const GroupNorm& args) {
     while (work.threads_per_row < kThreads && work.threads_per_row < packs) {
       work.threads_per_row *= 2;
     }
-    work.turns = (packs + work.threads_per_row - 1) / work.threads_per_row;
+    work.pixel_blocks = (packs + work.threads_per_row - 1) / work.threads_per_row;
   } else {
     work.threads_per_row = work.step <= kLanes * kPack ? kLanes : kThreads;
-    work.turns = 1;
+    work.pixel_blocks = 1;
   }
   return work;
 }
 
 inline int64_t blocks_of(const GroupNorm& args, const Work& work) {
-  if (args.channels_last) return args.batch * work.parts * work.turns;
+  if (args.channels_last) return args.batch * work.parts * work.pixel_blocks;
   const int64_t rows_per_block = kThreads / work.threads_per_row;
   const int64_t rows = args.batch * args.channels * work.parts;
   return (rows + rows_per_block - 1) / rows_per_block;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void for_each_pack(const PartRow& row, const Work& wo
 struct Place {
   int64_t sample;
   int64_t part;
-  int64_t turn;
+  int64_t pixel_block;
   int64_t begin;  // pixels
   int64_t end;
   int rows;  // pixels that a block takes side by side
@@ -164,8 +164,8 @@ struct Place {
 
   __device__ __forceinline__ Place(const GroupNorm& args, const Work& work) {
     const int64_t block = static_cast<int64_t>(blockIdx.x);
-    const int64_t of_part = block / work.turns;
-    turn = block - of_part * work.turns;
+    const int64_t of_part = block / work.pixel_blocks;
+    pixel_block = block - of_part * work.pixel_blocks;
     sample = of_part / work.parts;
     part = of_part - sample * work.parts;
     begin = part * work.step;
@@ -201,11 +201,12 @@ struct Channels {
 // with its branch inside the loop the code for sm_100 is three times as long.
 template <class A, class Columns, class Body>
 __device__ __forceinline__ void for_each_value(const void* base, DType dtype, A missing,
-                                               const Columns& columns, int64_t turn, Body&& body) {
+                                               const Columns& columns, int64_t pixel_block,
+                                               Body&& body) {
   const auto each = [&](auto&& value) {
     ONEPASS_UNROLL
     for (int e = 0; e < kPack; ++e) {
-      if (columns.has(turn, e)) body(e, value(columns.of(turn, e)));
+      if (columns.has(pixel_block, e)) body(e, value(columns.of(pixel_block, e)));
     }
   };
   if (!base) {
@@ -228,14 +229,15 @@ __device__ __forceinline__ Channels<A> load_channels(const GroupNorm& args, cons
   Channels<A> channels{};
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    if (!columns.has(place.turn, e)) continue;
-    const int64_t group = place.sample * args.groups + columns.of(place.turn, e) / work.per_group;
+    if (!columns.has(place.pixel_block, e)) continue;
+    const int64_t group =
+        place.sample * args.groups + columns.of(place.pixel_block, e) / work.per_group;
     channels.of[e].mean = load_global(static_cast<const A*>(mean) + group);
     channels.of[e].rstd = load_global(static_cast<const A*>(rstd) + group);
   }
-  for_each_value(args.weight, args.weight_dtype, A(1), columns, place.turn,
+  for_each_value(args.weight, args.weight_dtype, A(1), columns, place.pixel_block,
                  [&](int e, A value) { channels.of[e].weight = value; });
-  for_each_value(args.bias, args.bias_dtype, A(0), columns, place.turn,
+  for_each_value(args.bias, args.bias_dtype, A(0), columns, place.pixel_block,
                  [&](int e, A value) { channels.of[e].bias = value; });
   return channels;
 }

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   A* const target = partials + static_cast<int64_t>(blockIdx.x) * kSums<Args> * args.cols;
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    if (!has_turn(p, group, groups)) continue;
+    if (!has_iteration(p, group, groups)) continue;
     if (groups > 1) {
       staged_pack(sums, columns, p, dweight[p]);
       staged_pack(sums + kWarpRow, columns, p, dbias[p]);

@@ -116,7 +116,7 @@ void visit_geometry(const Geometry& geometry, F&& f) {
 }
 
 // Whether a group of a block does the work that is done once for each pack.
-__device__ __forceinline__ bool has_turn(int pack, int group, int groups) {
+__device__ __forceinline__ bool has_iteration(int pack, int group, int groups) {
   return groups == 1 || pack == group;
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ void stage_values(const void* base, DType dtype, A mi
                                              A* staged) {
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
-    if (!has_turn(p, group, groups)) continue;
+    if (!has_iteration(p, group, groups)) continue;
     A value[kPack];
     load_values(base, dtype, missing, columns, p, value);
     ONEPASS_UNROLL
