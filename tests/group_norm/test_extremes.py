@@ -131,6 +131,18 @@ def test_constant_groups(dtype, last):
 
 @everywhere
 @orders
+@pytest.mark.parametrize("weight", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("bias", [-4.0, -12.0, -40.0])
+def test_silu_of_negative_numbers(bias, weight, last):
+    """By the numerics rule, though exp(x) enlarges the error of x |x| times."""
+    case = make((2, 8, 9, 11), 2, activation="silu", last=last)
+    case.tensors[1] = torch.full_like(case.tensors[1], weight)
+    case.tensors[2] = torch.full_like(case.tensors[2], bias)
+    check(case)
+
+
+@everywhere
+@orders
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 @pytest.mark.parametrize("bias", [-1e3, -100.0, -95.0, -88.5, -80.0, -20.0, 20.0, 90.0, 1e3])
 def test_silu_of_every_size(bias, dtype, last):

@@ -197,7 +197,8 @@ def test_models_in_wrappers():
     assert integration.detach(model)[0] == "0.inner"
 
 
-def test_the_report_prints():
+def test_the_report_prints(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     report = integration.attach(build("llama"))
     lines = str(report).splitlines()
     assert lines[0] == "onepass: attached 2, 0 skipped"

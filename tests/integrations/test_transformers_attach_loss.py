@@ -316,7 +316,8 @@ def _own_loss(logits, labels, vocab_size, **_):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 2
 
 
-def test_the_report_prints():
+def test_the_report_prints(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     lines = str(integration.attach(make())).splitlines()
     assert lines[0] == "onepass: attached 2, 0 skipped"
     assert lines[2].split() == [
