@@ -54,8 +54,8 @@ PLACED = r"attention_(forward|backward|dbias)_kernel"  # shared_base() of cuda/p
 AHEAD = r"\dnorm_backward_kernel(?!\S*4SameIdE)"
 # Kernels that ask for pairs of a bias in front of the product that these are added to, by bucket.
 WITH_BIAS = r"attention_(backward_kernel\S*Li(\d+)ELb1E|dbias_kernel\S*Li(\d+)E)"
-# Instructions of the main loop, of any way through it. A warp issues about half of them a turn, of
-# which 320 are products (160 at 256 columns): what else it issues, the tensor cores wait for.
+# Instructions of the main loop, of any way through it. A warp issues about half of them an
+# iteration, 320 of which are products (160 at 256 columns): the tensor cores wait for the others.
 WITHOUT_TERMS = r"attention_backward_kernel\S*Li(\d+ELb0ELb[01])E"  # bucket, terms, layout
 MOST_INSTRUCTIONS = {"64ELb0ELb0": 2680, "128ELb0ELb0": 2000, "128ELb0ELb1": 2050}
 MOST_INSTRUCTIONS |= {"256ELb0ELb0": 1800}

@@ -182,7 +182,7 @@ class Known:
                 key.append(name)
                 if not _describe((value,), fake, key, given):
                     return None
-        except (RuntimeError, NotImplementedError):  # no strides, no storage: sparse, nested
+        except RuntimeError:  # no strides or no storage: sparse, nested
             return None
         return _Call(tuple(key), given, any(type(tensor) is not FakeTensor for tensor in given))
 
