@@ -4,7 +4,8 @@
 
 Small tensors, gloo, one thread in each process: nothing is sent, and the time of a call is that of
 its dispatch, in microseconds of processor time of the first process, the median of turns in
-alternation. On a CPU torch has no rule for attention of DTensors: ours stands alone there.
+alternation. "arranged" is ours without a kept plan. On a CPU torch has no rule for attention of
+DTensors: ours stands alone there.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.nn import functional as F
 
 from onepass import functional
+from onepass.distributed import plans
 
 ROWS, WIDTH, CLASSES, TURNS, CALLS = 16, 64, 128, 15, 60
-COLUMNS = ("ours", "ours plain", "torch", "torch plain")
+COLUMNS = ("ours", "arranged", "ours plain", "torch", "torch plain")
 
 
 def cases(made: Callable) -> dict[str, tuple[Callable, Callable | None]]:
@@ -79,6 +81,20 @@ def microseconds(calls: list[Callable | None], backward: bool) -> list[float | N
     return [statistics.median(found) if found else None for found in times]
 
 
+def arranged(call: Callable) -> Callable:
+    """The call, for which no plan is kept."""
+    key_of = plans.key_of
+
+    def without_plan():
+        plans.key_of = lambda *given: None
+        try:
+            return call()
+        finally:
+            plans.key_of = key_of
+
+    return without_plan
+
+
 def measure(rank: int, processes: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -97,7 +113,7 @@ def measure(rank: int, processes: int, store: str, results: str) -> None:
 
         of_parts, of_plain = cases(placed), cases(plain)
         for name, (ours, stock) in of_parts.items():
-            calls = [ours, of_plain[name][0], stock, of_plain[name][1]]
+            calls = [ours, arranged(ours), of_plain[name][0], stock, of_plain[name][1]]
             found = dict(zip(COLUMNS, microseconds(calls, backward), strict=True))
             rows.append({"processes": processes, "call": name, "backward": backward, **found})
     torch.distributed.destroy_process_group()

@@ -16,9 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from onepass.distributed.writes import Writes
+
 MOST = 1024  # plans; then the cache starts anew
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _LOCAL = frozenset((Tensor, torch.nn.Parameter))
+
+
+@dataclass(slots=True)
+class Call:
+    """What one call leaves for its backward.
+
+    Attributes:
+        handed: the gradients of its results; filled by the backward of `Plan.whole`.
+        writes: to its tensors; None where these are not watched.
+    """
+
+    handed: list[DTensor]
+    writes: Writes | None
 
 
 @dataclass(slots=True)
@@ -29,39 +44,47 @@ class Plan:
         gradients: names of the arguments that are DTensors.
         wholes: of each gradient by its name, and of each result by its number: the placements, and
             of each dimension the size of the whole, None where it is that of the part.
+        written: those of `gradients` that the call writes.
         adjust: of `onepass._ops.random.adjusted`, the call's seeds.
     """
 
     mesh: DeviceMesh
     gradients: list[str]
     wholes: Mapping[str | int, tuple[tuple[Placement, ...], tuple[int | None, ...]]]
+    written: frozenset[str]
     adjust: Callable[[Tensor], Tensor]
     specs: dict[tuple, DTensorSpec] = field(default_factory=dict)
 
-    def localize(self, given: dict[str, object], handed: list[DTensor]) -> None:
-        """Puts this process's parts in the place of DTensors, among an entry's options too.
-
-        handed: of the call, the gradients of its results; filled by the backward of `whole`.
-        """
-        is_recorded, recorded = torch.is_grad_enabled(), []
-        for name in self.gradients:
-            holder = given if name in given else given["options"]
-            if is_recorded and holder[name].requires_grad:
-                recorded.append((holder, name))
-            else:
-                holder[name] = holder[name]._local_tensor
+    def localize(self, given: dict[str, object]) -> Call:
+        """Puts this process's parts in the place of DTensors, among an entry's options too."""
+        holders = {n: given if n in given else given["options"] for n in self.gradients}
+        tensors = {name: holder[name] for name, holder in holders.items()}
+        is_recorded = torch.is_grad_enabled()
+        recorded = [name for name, x in tensors.items() if is_recorded and x.requires_grad]
+        call = Call([], Writes.of_call() if recorded else None)
+        parts = {name: x._local_tensor for name, x in tensors.items()}
+        if call.writes is not None:
+            watched = [name for name in parts if name not in self.written]
+            own = call.writes.parts([tensors[n] for n in watched], [parts[n] for n in watched])
+            parts.update(zip(watched, own, strict=True))
         if recorded:
-            tensors = [holder[name] for holder, name in recorded]
-            parts = _Parts.apply(self, [name for _, name in recorded], handed, *tensors)
-            for (holder, name), part in zip(recorded, parts, strict=True):
-                holder[name] = part
+            plain = [parts[name] for name in recorded]
+            wholes = (tensors[name] for name in recorded)
+            attached = _Parts.apply(self, recorded, call, plain, *wholes)
+            parts.update(zip(recorded, attached, strict=True))
+        for name, part in parts.items():
+            holders[name][name] = part
+        return call
 
-    def whole(self, number: int, result: Tensor, handed: list[DTensor]) -> DTensor:
+    def whole(self, number: int, result: Tensor, call: Call) -> DTensor:
         """The DTensor of a result."""
         spec = self.spec(number, result)
-        if result.requires_grad:
-            return _Whole.apply(result, spec, handed)
-        return DTensor(result, spec, requires_grad=False)
+        if not result.requires_grad:
+            return DTensor(result, spec, requires_grad=False)
+        whole = _Whole.apply(result, spec, call)
+        if call.writes is not None:
+            call.writes.watch(whole, result)
+        return whole
 
     def spec(self, of: str | int, part: Tensor) -> DTensorSpec:
         """Of a gradient or result with this part."""
@@ -157,15 +180,16 @@ class _Parts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, plan, names, handed, *tensors):
+    def forward(ctx, plan, names, call, parts, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.names, ctx.handed = plan, names, handed
-        return tuple(x._local_tensor.view_as(x._local_tensor) for x in tensors)
+        ctx.plan, ctx.names, ctx.call = plan, names, call
+        # A view whose counter is told of a write would be refused in misleading words.
+        return tuple(parts) if call.writes else tuple(part.view_as(part) for part in parts)
 
     @staticmethod
     def backward(ctx, *gradients):
-        found, wholes = [], list(ctx.handed)
-        ctx.handed.clear()
+        found, wholes = [], list(ctx.call.handed)
+        ctx.call.handed.clear()
         for name, gradient in zip(ctx.names, gradients, strict=True):
             if gradient is None:
                 found.append(None)
@@ -180,7 +204,7 @@ class _Parts(torch.autograd.Function):
                 whole = DTensor(gradient, spec, requires_grad=False)
                 wholes.append(whole)
             found.append(whole)
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _is_of(whole: DTensor, part: Tensor, spec: DTensorSpec) -> bool:
@@ -192,21 +216,23 @@ class _Whole(torch.autograd.Function):
     """`DTensor.from_local`, with its specification."""
 
     @staticmethod
-    def forward(ctx, part, spec, handed):
+    def forward(ctx, part, spec, call):
         ctx.set_materialize_grads(False)
         ctx.placements = tuple(
             Replicate() if placement.is_partial() else placement for placement in spec.placements
         )
-        ctx.handed = handed
+        ctx.call = call
         return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
 
     @staticmethod
     def backward(ctx, gradient):
+        if ctx.call.writes is not None:
+            ctx.call.writes.check()
         if gradient is None:
             return None, None, None
         if gradient.placements != ctx.placements:
             gradient = gradient.redistribute(placements=ctx.placements)
         elif not torch.is_grad_enabled() and type(gradient._local_tensor) is Tensor:
-            ctx.handed.append(gradient)
+            ctx.call.handed.append(gradient)
             return gradient._local_tensor, None, None
         return gradient.to_local(), None, None

@@ -34,6 +34,7 @@ from torch.distributed.tensor import (
 from onepass._imported import is_async
 from onepass._ops.random import adjusted
 from onepass.distributed import plans
+from onepass.distributed.writes import Checked, Counted, Writes
 
 Names = tuple[str | None, ...]  # of a tensor's dimensions; None: never split
 Choice = tuple[str, ...]  # names that are split together; none: the whole on each process
@@ -128,9 +129,15 @@ def run(function: Callable, *args, **kwargs):
         results = _planned(plan, function, given)
         plans.keep(key, plan)  # only now: a call that is refused has none
         return results
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())
+    writes = Writes.of_call() if is_recorded else None
     for name, tensor in tensors.items():
         names = layout.inputs.get(name, ())
         local = _local(tensor, names, mesh, chosen)
+        is_written = name in layout.written or name in layout.overwritten
+        if writes is not None and isinstance(tensor, DTensor) and not is_written:
+            own = writes.parts([tensor], [local])
+            local = Counted.apply(local, own) if local.requires_grad else own[0]
         if name in layout.overwritten and tensor.requires_grad and torch.is_grad_enabled():
             local = _Overwritten.apply(local, tensor)
         _assign(given, name, local)
@@ -138,8 +145,11 @@ def run(function: Callable, *args, **kwargs):
         layout.localize(given, parts)
     with adjusted(functools.partial(_of_part, mesh, chosen)):
         results = _called(layout.compute or function, function, given)
+    to_whole = functools.partial(
+        _wrapped, mesh=mesh, chosen=chosen, summed=layout.summed, parts=parts, writes=writes
+    )
     wrapped = [
-        result if result is None else _wrapped(result, names, mesh, chosen, layout.summed, parts)
+        result if result is None else to_whole(result, names)
         for result, names in zip(_listed(results), layout.outputs, strict=True)
     ]
     if layout.finish is not None:
@@ -149,13 +159,12 @@ def run(function: Callable, *args, **kwargs):
 
 def _planned(plan: plans.Plan, function: Callable, given: dict[str, object]):
     """The call of an entry whose plan is known."""
-    handed: list[DTensor] = []
-    plan.localize(given, handed)
+    call = plan.localize(given)
     with adjusted(plan.adjust):
         results = _called(function, function, given)
     if isinstance(results, tuple):
-        return tuple(x if x is None else plan.whole(i, x, handed) for i, x in enumerate(results))
-    return None if results is None else plan.whole(0, results, handed)
+        return tuple(x if x is None else plan.whole(i, x, call) for i, x in enumerate(results))
+    return None if results is None else plan.whole(0, results, call)
 
 
 def _lies_right(
@@ -196,7 +205,8 @@ def _plan(
     for number, names in enumerate(layout.outputs):
         sizes = tuple(None if name is None else parts.sizes.get(name) for name in names)
         wholes[number] = tuple(_of_result(names, chosen, layout.summed)), sizes
-    return plans.Plan(mesh, gradients, wholes, functools.partial(_of_part, mesh, chosen))
+    adjust = functools.partial(_of_part, mesh, chosen)
+    return plans.Plan(mesh, gradients, wholes, layout.written, adjust)
 
 
 def same_on_all(drawn: Tensor, like: DTensor) -> DTensor:
@@ -419,12 +429,17 @@ def _wrapped(
     chosen: list[Choice],
     summed: frozenset[str],
     parts: Parts,
+    writes: Writes | None,
 ) -> DTensor:
+    if not result.requires_grad:
+        writes = None
+    if writes is not None:
+        result = Checked.apply(result, writes)
     shape = torch.Size(
         size if name is None else parts.sizes.get(name, size)
         for name, size in zip(names, result.shape, strict=True)
     )
-    return DTensor.from_local(
+    whole = DTensor.from_local(
         result,
         mesh,
         _of_result(names, chosen, summed),
@@ -432,6 +447,9 @@ def _wrapped(
         shape=shape,
         stride=plans.stride_of(shape, result),
     )
+    if writes is not None:
+        writes.watch(whole, result)
+    return whole
 
 
 def _of_part(mesh: DeviceMesh, chosen: list[Choice], seed: Tensor) -> Tensor:
