@@ -104,6 +104,9 @@ class Call(NamedTuple):
 
     def parts(self, queries: int, keys: int, owner: int) -> Iterator[tuple[Chunk, Chunk, Options]]:
         """The pairs of chunks in which some query sees some key, with their options."""
+        if queries == keys and self._is_only_causal():
+            yield from self._causal_parts(queries, owner)
+            return
         left, right = (self.options.get(f"window_{side}", -1) for side in ("left", "right"))
         for query in self.chunks(self.ring.rank, queries):
             for key in self.chunks(owner, keys):
@@ -114,6 +117,30 @@ class Call(NamedTuple):
                 offsets = {"query_offset": query.position, "key_offset": key.position}
                 options = self.options | {name: at for name, at in offsets.items() if at}
                 yield query, key, options
+
+    def _is_only_causal(self) -> bool:
+        """Whether a query sees all keys up to its own position, and positions matter for nothing
+        else."""
+        if "alibi_slopes" in self.options or "dropout_p" in self.options:
+            return False
+        return self.options.get("window_right") == 0 and self.options.get("window_left", -1) < 0
+
+    def _causal_parts(self, rows: int, owner: int) -> Iterator[tuple[Chunk, Chunk, Options]]:
+        """One pair for a shard at most."""
+        if owner == self.ring.rank:  # the order of its rows is that of their positions
+            whole = Chunk(0, 0, rows)
+            yield whole, whole, self.options
+            return
+        # A query of another shard sees all of a chunk or nothing. In both layouts the queries that
+        # see any see the same, and they are neighbours, as these keys are.
+        mine, theirs = self.chunks(self.ring.rank, rows), self.chunks(owner, rows)
+        seen = [(q, k) for q in mine for k in theirs if k.position < q.position]
+        if seen:
+            query, key = (
+                Chunk(0, min(c.begin for c in chunks), max(c.end for c in chunks))
+                for chunks in zip(*seen, strict=True)
+            )
+            yield query, key, {n: v for n, v in self.options.items() if n != "window_right"}
 
 
 def attention(
@@ -164,31 +191,41 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, ...]:
     """(output, lse, lse_rest) of all keys: lse + lse_rest has twice the digits of lse."""
-    accumulator = _accumulator(query)
-    rows = query.shape[:3]
-    bshd = bool(call.options.get("out_bshd"))
-    output = empty_rows(query, (*rows, value.shape[-1]), accumulator, bshd).zero_()
-    total = query.new_full(rows, -torch.inf, dtype=torch.float64)
-    if sinks is not None:  # a part without a value
-        total.copy_(sinks[:, None])
+    accumulator, rows = _accumulator(query), query.shape[2]
+    merged = None if sinks is None else _nothing(query, value, sinks, call)
     for owner, keys, values in call.shards(key, value):
-        for at, of, options in call.parts(rows[2], keys.shape[2], owner):
+        for at, of, options in call.parts(rows, keys.shape[2], owner):
             part, lse, rest = _forward(at.of(query), of.of(keys), of.of(values), **options)
-            _merge(at.of(output), at.of(total), part, lse.double() + rest)
+            lse = lse.double() + rest
+            if merged is None and at.covers(rows):
+                merged = part.to(accumulator), lse
+                continue
+            merged = merged or _nothing(query, value, None, call)
+            _merge(*map(at.of, merged), part, lse)
+    output, total = merged or _nothing(query, value, None, call)
     lse = total.to(accumulator)
     rest = (total - lse.double()).masked_fill_(lse == -torch.inf, 0.0).to(accumulator)
     return output.to(query.dtype), lse, rest
 
 
+def _nothing(
+    query: Tensor, value: Tensor, sinks: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor]:
+    """The output and its log-sum-exp before the first part. A sink is a part without a value."""
+    shape, bshd = (*query.shape[:3], value.shape[-1]), bool(call.options.get("out_bshd"))
+    output = empty_rows(query, shape, _accumulator(query), bshd).zero_()
+    total = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float64)
+    if sinks is not None:
+        total.copy_(sinks[:, None])
+    return output, total
+
+
 def _merge(output: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
     """Merges `part` into `output` and its log-sum-exp `total`, in place."""
     both = torch.logaddexp(total, lse)
-    nothing = both == -torch.inf  # where the difference would be NaN
-
-    def weight(of: Tensor) -> Tensor:
-        return (of - both).masked_fill_(nothing, 0.0).exp_().to(output.dtype)[..., None]
-
-    output.mul_(weight(total)).add_(weight(lse) * part)
+    # Where there is nothing yet the difference would be NaN, and any weight is right.
+    weight = (lse - both).masked_fill_(both == -torch.inf, 0.0).exp_()
+    output.lerp_(part.to(output.dtype), weight.to(output.dtype)[..., None])
     total.copy_(both)
 
 
@@ -200,13 +237,20 @@ def _gradients(ctx, doutput: Tensor | None, dlse: Tensor | None) -> list[Tensor 
     wanted = ("query", "key", "value") + ("alibi_slopes",) * ctx.needs_input_grad[4]
     mask = sum(bit for name, bit in zip(names, BITS, strict=True) if name in wanted)
 
-    def zeros(like: Tensor | None) -> Tensor | None:
-        return None if like is None else torch.zeros_like(like, dtype=accumulator)
+    def add(into: Tensor | None, at: Chunk, gradient: Tensor, like: Tensor) -> Tensor:
+        if into is None and at.covers(like.shape[2]):
+            return gradient.to(accumulator)
+        into = zeros(like) if into is None else into
+        at.of(into).add_(gradient)
+        return into
 
-    dquery, dslopes = zeros(query), zeros(alibi_slopes)
+    def zeros(like: Tensor) -> Tensor:
+        return torch.zeros_like(like, dtype=accumulator)
+
+    dquery, dslopes = None, None if alibi_slopes is None else zeros(alibi_slopes)
     arriving = None  # gradients of the shard that is looked at, by the processes before
     for step, (owner, keys, values) in enumerate(call.shards(key, value)):
-        dkey, dvalue = zeros(keys), zeros(values)
+        dkey = dvalue = None
         for at, of, options in call.parts(query.shape[2], keys.shape[2], owner):
             upstream = (None if d is None else at.of(d) for d in (doutput, dlse))
             dq, dk, dv, terms = _backward(
@@ -214,10 +258,12 @@ def _gradients(ctx, doutput: Tensor | None, dlse: Tensor | None) -> list[Tensor 
                 at.of(lse), at.of(lse_rest), **options, grad_mask=mask,
                 deterministic=call.deterministic,
             )  # fmt: skip
-            for into, gradient in ((at.of(dquery), dq), (of.of(dkey), dk), (of.of(dvalue), dv)):
-                into += gradient
+            dquery = add(dquery, at, dq, query)
+            dkey, dvalue = add(dkey, of, dk, keys), add(dvalue, of, dv, values)
             if "alibi_slopes" in wanted:
                 dslopes += terms[DIFFERENTIABLE.index("alibi_slopes")]
+        if dkey is None:  # no query of this process sees a key of that one
+            dkey, dvalue = zeros(keys), zeros(values)
         if step:
             for into, gradient in zip((dkey, dvalue), arriving.wait(), strict=True):
                 into += gradient
@@ -225,6 +271,8 @@ def _gradients(ctx, doutput: Tensor | None, dlse: Tensor | None) -> list[Tensor 
             arriving = Exchange(call.ring, [dkey, dvalue], _GRADIENTS)
     if arriving is not None:
         dkey, dvalue = arriving.wait()
+    if dquery is None:  # no query sees a key
+        dquery = zeros(query)
     dsinks = None
     if ctx.needs_input_grad[3]:
         dsinks = _of_sinks(sinks, doutput, dlse, output, lse, lse_rest)

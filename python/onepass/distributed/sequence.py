@@ -22,6 +22,9 @@ class Chunk(NamedTuple):
     def rows(self) -> slice:
         return slice(self.begin, self.end)
 
+    def covers(self, rows: int) -> bool:
+        return self.end - self.begin == rows
+
     def of(self, tensor: Tensor) -> Tensor:
         """The chunk's rows of (batch, heads, rows, ...)."""
         return tensor[:, :, self.rows]
