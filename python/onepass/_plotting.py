@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
 STOCK, OURS = "#5b6573", "#e4572e"
 SMALL = "#6b7280"  # of the text below a picture
+FOOTER_POINTS = 7.5
+DPI = 130
+POINTS_PER_INCH = 72
+LINE_SPACING = 1.3  # lines of text are this many times as high as their font
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -45,9 +50,58 @@ def drawn(draw: Callable[[], Figure], format: str) -> bytes:
     """The figure that `draw` makes in this house's style, as a file of this format."""
     with matplotlib.rc_context(STYLE):
         file = io.BytesIO()
-        draw().savefig(file, format=format, dpi=130, facecolor="white")
+        draw().savefig(file, format=format, dpi=DPI, facecolor="white")
         return file.getvalue()
 
 
-def wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width, break_long_words=False))
+def put_texts(figure: Figure, heading: str, points: float, footer: list[str]) -> None:
+    """Puts the heading above the picture and the footer's lines below it, broken to its width.
+
+    The figure grows by the height of their lines, so that the plots keep theirs.
+    """
+    width, height = figure.get_size_inches()
+    room = width * 0.98  # they begin at 1 % of the width
+    above = broken(heading, points, room)
+    below = [part for line in footer for part in broken(line, FOOTER_POINTS, room)]
+    lines = points * len(above) + FOOTER_POINTS * len(below)
+    figure.set_size_inches(width, height + LINE_SPACING * lines / POINTS_PER_INCH)
+    left = {"x": 0.01, "ha": "left", "parse_math": False}
+    figure.suptitle("\n".join(above), fontsize=points, **left)
+    figure.supxlabel("\n".join(below), fontsize=FOOTER_POINTS, color=SMALL, **left)
+
+
+def broken(text: str, points: float, inches: float) -> list[str]:
+    """The text in lines of at most this width in the default font.
+
+    A number stays with its percent sign. A word that is wider than a line, such as a long path, is
+    cut.
+    """
+    lines, line = [], ""
+    for word in text.replace(" %", "\u00a0%").split(" "):
+        longer = f"{line} {word}" if line else word
+        if width_of(longer, points) <= inches:
+            line = longer
+            continue
+        if line:
+            lines.append(line)
+        line = word
+        while width_of(line, points) > inches:
+            count = next(n for n in range(len(line), 0, -1) if width_of(line[:n], points) <= inches)
+            lines.append(line[:count])
+            line = line[count:]
+    return [*lines, line]
+
+
+def width_of(text: str, points: float) -> float:
+    """Inches that the text takes in the default font at this size, in pixels of a png.
+
+    Hinting makes it wider there than in formats without pixels.
+    """
+    font = FontProperties(size=points)
+    width, _, _ = RendererAgg(1, 1, DPI).get_text_width_height_descent(text, font, ismath=False)
+    return width / DPI
+
+
+def shortened(name: str, length: int) -> str:
+    """The end of the name, if it has more characters than `length`."""
+    return name if len(name) <= length else f"...{name[3 - length :]}"

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from onepass._plotting import OURS, SMALL, STOCK, drawn, wrapped
+from onepass._plotting import OURS, STOCK, drawn, put_texts
 
 # The bound of a case, by the field of its row.
 CEILINGS = {
@@ -16,7 +16,7 @@ CEILINGS = {
     "share_of_read": ("a read", "#8d7b9e"),
     "share_of_arithmetic": ("arithmetic", "#f6ae2d"),
 }
-CASE_INCHES, TITLE_INCHES, FOOTER_INCHES = 0.24, 0.75, 0.6
+CASE_INCHES, TITLE_INCHES, AXIS_INCHES = 0.24, 0.75, 0.6
 
 # Without a frame, the marks of a legend look like values.
 FRAME = {"frameon": True, "framealpha": 1, "edgecolor": "#d5d8dc"}
@@ -36,7 +36,7 @@ def _figure(result: dict) -> Figure:
     for row in result["rows"]:
         families.setdefault(row["name"].partition("/")[0], []).append(row)
     heights = [TITLE_INCHES + CASE_INCHES * len(rows) for rows in families.values()]
-    figure = Figure(figsize=(13, sum(heights) + FOOTER_INCHES + 0.5), layout="constrained")
+    figure = Figure(figsize=(13, sum(heights) + AXIS_INCHES), layout="constrained")
     grid = figure.add_gridspec(max(len(heights), 1), 2, height_ratios=heights or None)
     for number, (family, rows) in enumerate(families.items()):
         ratios = figure.add_subplot(grid[number, 0])
@@ -45,9 +45,7 @@ def _figure(result: dict) -> Figure:
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     busy = result.get("other_load")
     load = "" if busy is None else f"other load: {busy:.2f} cores. "
-    figure.suptitle("onepass bench", x=0.01, ha="left", fontsize=13)
-    small = wrapped(f"{result['command']}. {load}{machine}", 190)
-    figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color=SMALL)
+    put_texts(figure, "onepass bench", 13, [f"{result['command']}. {load}{machine}"])
     return figure
 
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpecFromSubplotSpec
 
-from onepass._plotting import OURS, SMALL, STOCK, drawn, wrapped
+from onepass._plotting import OURS, STOCK, drawn, put_texts
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
 from onepass.compare.measure import Speed
 from onepass.compare.optimizers import Comparison
@@ -39,7 +39,7 @@ def plot(result: Result, format: str) -> bytes:
 def _figure(result: Result) -> Figure:
     rows = len(result.optimizers.outcomes)
     height = 0.9 + 0.3 * rows  # of the optimizers, in inches
-    figure = Figure(figsize=(13, 11 + height), layout="constrained")
+    figure = Figure(figsize=(13, 9.9 + height), layout="constrained")
     top, middle, bottom = figure.add_gridspec(3, 1, height_ratios=[5.5, 4.8, height])
     curves = GridSpecFromSubplotSpec(
         2, len(result.sameness), subplot_spec=top, height_ratios=[2, 1.2]
@@ -55,9 +55,7 @@ def _figure(result: Result) -> Figure:
     times, sizes = GridSpecFromSubplotSpec(1, 2, subplot_spec=bottom, width_ratios=[1.35, 1])
     _plot_updates(figure.add_subplot(times), result.optimizers)
     _plot_bytes(figure.add_subplot(sizes), result.optimizers)
-    figure.suptitle(wrapped(verdict(result), 130), x=0.01, ha="left", fontsize=13)
-    small = "\n".join(wrapped(line, 190) for line in footer(result))
-    figure.supxlabel(small, x=0.01, ha="left", fontsize=7.5, color=SMALL)
+    put_texts(figure, verdict(result), 13, footer(result))
     return figure
 
 
@@ -105,33 +103,33 @@ def _plot_difference(axes: Axes, phase: Sameness) -> None:
 
 
 def _plot_ratios(axes: Axes, speeds: list[Speed]) -> None:
-    labels, position = [], 0
+    """A row for each variant, so that any number of them has room for its words."""
+    labels: list[str] = []
     for speed in speeds:
         for name in speed.variants:
             baseline = baseline_of(name)
             if name == baseline:
                 continue
+            place = len(labels)
             times = speed.timing.times
             ratios = [a / b for a, b in zip(times[baseline], times[name], strict=True)]
             interval = speed.timing.ratio(name, baseline)
-            spread = [(k * 0.618 % 1 - 0.5) * 0.35 + position for k in range(len(ratios))]
-            axes.scatter(spread, ratios, s=22, color=OURS, alpha=0.45, lw=0)
+            spread = [(k * 0.618 % 1 - 0.5) * 0.35 + place for k in range(len(ratios))]
+            axes.scatter(ratios, spread, s=22, color=OURS, alpha=0.45, lw=0)
             axes.errorbar(
-                position, interval.median, capsize=6, color="#1f2933", marker="D", ms=6, lw=1.8,
-                yerr=[[interval.median - interval.low], [interval.high - interval.median]],
+                interval.median, place, capsize=6, color="#1f2933", marker="D", ms=6, lw=1.8,
+                xerr=[[interval.median - interval.low], [interval.high - interval.median]],
             )  # fmt: skip
             axes.annotate(
-                f"{interval.median:.3g}x\n[{interval.low:.3g}-{interval.high:.3g}]",
-                (position + 0.22, interval.median), va="center", fontsize=9,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
+                f"{interval.median:.3g}x [{interval.low:.3g}-{interval.high:.3g}]",
+                (interval.median, place - 0.2), ha="center", va="bottom", fontsize=9,
             )  # fmt: skip
-            labels.append(f"{name}\nvs {baseline}{_with(speed.dropout)}".replace(", ", ",\n"))
-            position += 1
-    axes.axhline(1.0, color=STOCK, lw=1.4)
-    axes.annotate("stock", (-0.47, 1.0), va="bottom", color=STOCK, fontsize=9)
-    axes.set_xticks(range(position), labels, fontsize=10 if position <= 2 else 8)
-    axes.set_xlim(-0.5, position - 0.25)
-    axes.grid(axis="x", visible=False)
+            labels.append(f"{name}\nvs {baseline}{_with(speed.dropout)}")
+    axes.axvline(1.0, color=STOCK, lw=1.4, zorder=0)
+    axes.set_yticks(range(len(labels)), labels, fontsize=10 if len(labels) <= 2 else 8)
+    axes.set_ylim(len(labels) - 0.4, -0.7)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("times faster; the line is stock")
     axes.set_title("Pairs of steps: how many times faster")
 
 
@@ -212,7 +210,7 @@ def _plot_bytes(axes: Axes, compared: Comparison) -> None:
     axes.invert_yaxis()
     axes.tick_params(labelleft=False)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("bytes per parameter; grey: the parameter and its gradient")
+    axes.set_xlabel("bytes per parameter\n(grey: the parameter and its gradient)")
     axes.set_title("State of the optimizer")
 
 
