@@ -50,19 +50,24 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        """A line for each call, and for the modules that stayed stock; folded in a terminal.
+
+        Modules whose names differ in numbers alone share a line.
+        """
+        from onepass.swapping.report import folded, rows, terminal_width
+
         lines = [f"{call['count']} x {dispatch_log.line(call)}" for call in self.calls]
         lines = lines or ["no onepass operator ran"]
         lines.append(self.level_reason)
-        lines += [
-            f"stock: {entry['name'] or '(the module itself)'} ({entry['type']}): {entry['reason']}"
-            for entry in self.not_accelerated
-        ]
-        return "\n".join(lines)
+        stock = rows(self.not_accelerated, ("name", "count", "type", "reason"))
+        lines += [f"stock: {name} ({count} x {kind}): {why}" for name, count, kind, why in stock]
+        width = terminal_width()
+        return "\n".join(folded(line, width) for line in lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "<pre>" + html.escape(str(self)) + "</pre>"
+        return f'<pre style="white-space: pre-wrap">{html.escape(str(self))}</pre>'
 
 
 def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:

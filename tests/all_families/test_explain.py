@@ -109,6 +109,23 @@ def test_stock_modules_are_named():
     assert after.not_accelerated == []
 
 
+def test_modules_of_equal_layers_share_a_line_that_a_terminal_folds(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)) for _ in range(12)]
+    explanation = onepass.explain(torch.nn.Sequential(*layers), torch.randn(2, 8))
+    assert len(explanation.not_accelerated) == 24
+    one = "stock: *.{} (12 x {}): not swapped: onepass.swap(model)".format
+    stock = [line for line in str(explanation).splitlines() if line.startswith("stock")]
+    assert stock == [one(0, "LayerNorm"), one(1, "RMSNorm")]
+    assert '<pre style="white-space: pre-wrap">' in explanation._repr_html_()
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = str(explanation).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert (
+        "stock: *.0 (12 x LayerNorm): not" in lines and "    swapped: onepass.swap(model)" in lines
+    )
+
+
 def test_nothing_is_recorded_outside():
     functional.rms_norm(torch.randn(2, 8), 8)
     with dispatch_log.record() as records:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from onepass import bench
+from onepass import _tables, bench
 from onepass.bench import case as cases
 from onepass.bench import harness, report
 from onepass.bench.goals import Goal, Goals, read_goals
@@ -81,9 +82,18 @@ def test_the_table_shows_what_was_reached_and_has_no_column_without_goals(capsys
     assert "goal" not in capsys.readouterr().out
 
 
+def test_a_pipe_gets_a_table_with_whole_headers(capsys):
+    report.print_tables([row_of(Goal())])
+    header, _ = capsys.readouterr().out.splitlines()
+    assert re.split("  +", header.strip()) == [
+        "case", "ours us [p10-p90]", "eager us", "compile us", "x eager [95 %]",
+        "x compile [95 %]", "of ceiling", "right",
+    ]  # fmt: skip
+
+
 def test_a_narrow_terminal_gets_every_cell_of_a_row_with_its_name(capsys, monkeypatch):
     narrow = Console(width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(report, "Console", lambda: narrow)
+    monkeypatch.setattr(_tables, "Console", lambda: narrow)
     report.print_tables([row_of(Goal(1.9, 1.1, 1.2))] * 2)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and lines.count(row_of(Goal()).case.name) == 2

@@ -63,9 +63,9 @@ def test_operations_of_linear_layers():
 def test_speed_of_linear_layers_in_words():
     (speed,) = result(1.0).speeds  # 0.6 ms of its parts are linear
     assert report.linear_text(speed) == (
-        "  linear layers: stock 2 GFLOP/s (42 %), swapped 2 GFLOP/s (42 %), of 4 that this CPU "
+        "  linear layers: stock 2 GFLOP/s (42 %); swapped 2 GFLOP/s (42 %); of 4 that this CPU "
         "reaches."
     )
     on_cuda = dataclasses.replace(speed, products=Products(10**6, None))
-    assert report.linear_text(on_cuda) == "  linear layers: stock 2 GFLOP/s, swapped 2 GFLOP/s."
+    assert report.linear_text(on_cuda) == "  linear layers: stock 2 GFLOP/s; swapped 2 GFLOP/s."
     assert report.linear_text(dataclasses.replace(speed, products=Products(0, 1.0))) == ""

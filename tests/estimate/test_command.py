@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -59,12 +60,30 @@ def make_reading():
     return Reading(8, 8), torch.randn(4, 8)
 
 
+class Nested(nn.Module):
+    """A norm after the inner module, which has a long name."""
+
+    LONG = "layers_of_a_model_whose_authors_like_to_name_things_in_full"
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.add_module(self.LONG, inner)
+
+    def forward(self, x):
+        return self.norm(getattr(self, self.LONG)(x))
+
+
+def make_nested():
+    return Nested(Nested(Nested(nn.Linear(32, 32)))), torch.randn(16, 32)
+
+
 MODEL = ["--model", f"{__name__}:make"]
 
 
 def test_the_tables_fit_into_80_columns_and_nothing_is_cut(run):
     printed, found, _ = run
-    assert max(map(len, printed.splitlines())) <= report.WIDTH
+    assert max(map(len, printed.splitlines())) <= report.WIDTH_OFF_TERMINAL
     assert "…" not in printed
     for word in ("gradients", "optimizer state", "activations kept", "the loss's own", "bfloat16",
                  "autocast", "AdamW, int8 moments", "checkpointing", "all of these",
@@ -120,6 +139,24 @@ def test_the_largest_batch_fits_and_one_more_does_not(run, config):
 
 def test_the_picture_is_drawn(run):
     assert "<svg" in run[2].read_text()[:1000]
+
+
+@pytest.mark.parametrize("made", ["make", "make_nested"])
+def test_words_of_the_picture_lie_in_it_and_apart(made):
+    pytest.importorskip("matplotlib", reason="draws the picture")
+    from onepass.estimate import plot
+    from tests.support import pictures
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--model", f"{__name__}:{made}", "--memory", "1GB"])
+    survey = command._survey(args, command._settings(args))
+    line = " ".join(["onepass estimate", *args.model.split(":") * 20])
+    figure = pictures.drawn(lambda: plot._figure(survey, line))
+    pictures.assert_words_lie_apart(figure)
+    names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert any(name.startswith("...") for name in names) == (made == "make_nested")
+    assert {axes.get_xlabel().split()[0] for axes in figure.axes} <= {"KiB", "MiB"}
 
 
 def test_the_command_repeats_the_run(run):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from onepass._tables import console_of, print_table
 from onepass.bench.case import Case, Row
 from onepass.bench.ceilings import Ceilings, CudaCeilings
 
@@ -45,15 +45,13 @@ def figure(row: Row) -> str:
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_OFF_TERMINAL)
+    console = console_of(WIDTH_OFF_TERMINAL)
     throughput = [row for row in rows if row.share is not None]
     overhead = [row for row in rows if row.share is None]
     if throughput:
-        _print(console, _throughput_table(throughput))
+        print_table(console, _throughput_table(throughput))
     if overhead:
-        _print(console, _overhead_table(overhead))
+        print_table(console, _overhead_table(overhead))
     for row in rows:
         if row.check:
             console.print(Text(f"WRONG: {row.case.name}: {row.check}", style="bold red"))
@@ -68,29 +66,11 @@ def print_tables(rows: Sequence[Row]) -> None:
         console.print(Text(f"{name} left out of {', '.join(names)}: {error}"))
 
 
-def _print(console: Console, table: Table) -> None:
-    """Prints the table; in a terminal too narrow for it a paragraph for each row, cells named."""
-    unlimited = console.options.update(max_width=10_000)
-    if console.measure(table, options=unlimited).maximum <= console.width:
-        console.print(table)
-        return
-    names, *columns = table.columns
-    for name, *cells in zip(*(column.cells for column in (names, *columns)), strict=True):
-        lines = [f"[bold]{escape(str(name))}[/bold]"]
-        for column, cell in zip(columns, cells, strict=True):
-            words = escape(f"{column.header} {cell}")
-            if lines[1:] and len(lines[-1]) + len(words) + 2 < console.width:
-                lines[-1] += f"; {words}"
-            else:
-                lines.append(f"  {words}")
-        console.print("\n".join(lines), highlight=False)
-
-
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold")
     table.add_column("case", no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(Text(column), justify="right", no_wrap=True)
     return table
 
 

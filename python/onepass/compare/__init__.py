@@ -60,7 +60,7 @@ from onepass.compare.settings import STDOUT, add_arguments, read_settings
 
 __all__ = ["add_arguments", "main"]
 
-TABLE_WIDTH = 120
+WIDTH_OFF_TERMINAL = 120
 
 
 def main(args: argparse.Namespace) -> int:
@@ -167,16 +167,14 @@ def run(settings):
 
 
 def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> int:
-    from rich.console import Console
-
+    from onepass._tables import console_of
     from onepass.compare.report import print_result
 
     as_json = json.dumps(result.to_dict(), indent=2)
     if args.json == STDOUT:
         print(as_json)
     else:
-        # A pipe has no width and a terminal may be narrow: lines are wrapped and never cut.
-        print_result(result, Console(width=max(Console().width, TABLE_WIDTH)))
+        print_result(result, console_of(WIDTH_OFF_TERMINAL))
     written = [write_or_say("compare", "--json", files.get("--json"), as_json.encode())]
     if "--plot" in files:
         from onepass._plotting import format_of

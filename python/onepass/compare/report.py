@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onepass._tables import print_table
 from onepass.bench.harness import Interval
 from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
 from onepass.compare.measure import FirstStep, Speed
@@ -208,12 +209,13 @@ def print_result(result: Result, console: Console) -> None:
     Saved is what the forward keeps for the backward, peak the step's high-water mark (holes in
     glibc's heap do not count: :mod:`onepass.compare.memory`).
     """
-    console.print(_speed_table(result))
+    print_table(console, _speed_table(result), names=2)
     for speed in result.speeds:
-        console.print(_parts_table(speed))
+        print_table(console, _parts_table(speed))
         if text := linear_text(speed):
             console.print(text, highlight=False, markup=False)
-    console.print(_sameness_table(result))
+            console.print()
+    print_table(console, _sameness_table(result))
     for name, step in result.first_steps.items():
         console.print(
             f"First step, {name} against stock, dropout off: loss difference "
@@ -221,11 +223,11 @@ def print_result(result: Result, console: Console) -> None:
             f"{step.gradient_error:.1e} of that gradient's largest, in {step.gradient_name}.",
             markup=False,
         )
-    console.print(_optimizer_table(result))
+    print_table(console, _optimizer_table(result))
     for name, reason in result.optimizers.left_out.items():
         console.print(f"Left out: {name}: {reason}.", markup=False)
     if any(outcome.training for outcome in result.optimizers.outcomes.values()):
-        console.print(_training_table(result))
+        print_table(console, _training_table(result))
     console.print()
     console.print(verdict(result), style="bold", highlight=False, markup=False)
     console.print()
@@ -234,7 +236,10 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
     for index, column in enumerate(columns):
         table.add_column(escape(column), justify="right" if index > 1 else "left", no_wrap=True)
     return table
@@ -300,8 +305,8 @@ def linear_text(speed: Speed) -> str:
     for name, rate in rates.items():
         share = f" ({rate / products.ceiling:.0%})".replace("%", " %") if products.ceiling else ""
         found.append(f"{name} {rate:,.0f} GFLOP/s{share}")
-    ceiling = f", of {products.ceiling:,.0f} that this CPU reaches" if products.ceiling else ""
-    return f"  linear layers: {', '.join(found)}{ceiling}."
+    ceiling = f"; of {products.ceiling:,.0f} that this CPU reaches" if products.ceiling else ""
+    return f"  linear layers: {'; '.join(found)}{ceiling}."
 
 
 def _part_ms(parts: dict[str, dict[str, float]], part: str) -> float:
@@ -317,7 +322,7 @@ def number(ms: float) -> str:
 def _sameness_table(result: Result) -> Table:
     table = _table(
         "Sameness: gap between loss curves",
-        "dropout", "stock runs differ by", "steps", "swapped - stock", "stock-versus-stock", "",
+        "dropout", "stock runs\ndiffer by", "steps", "swapped - stock", "stock-versus-stock", "",
     )  # fmt: skip
     for phase in result.sameness:
         table.add_row(

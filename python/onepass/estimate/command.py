@@ -77,11 +77,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json == STDOUT:
         print(as_json)
     else:
-        from rich.console import Console
+        from onepass._tables import console_of
+        from onepass.estimate.report import WIDTH_OFF_TERMINAL, print_survey
 
-        from onepass.estimate.report import WIDTH, print_survey
-
-        print_survey(survey, Console(width=max(Console().width, WIDTH)), command, seconds)
+        print_survey(survey, console_of(WIDTH_OFF_TERMINAL), command, seconds)
     written = [write_or_say("estimate", "--json", files.get("--json"), as_json.encode())]
     if "--plot" in files:
         from onepass._plotting import format_of

@@ -7,21 +7,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onepass._tables import print_table
 from onepass.estimate.result import readable
 from onepass.estimate.step import estimate_of
 from onepass.estimate.survey import STOCK, SWAPPED, Survey
 from onepass.estimate.timeline import LOSS
 
-WIDTH = 80
+WIDTH_OFF_TERMINAL = 80
 MODULES = 10  # rows of the table of modules
 
 
 def print_survey(survey: Survey, console: Console, command: str, seconds: float) -> None:
-    console.print(_variants_table(survey))
-    console.print(_modules_table(survey))
-    console.print(_dtypes_table(survey))
-    console.print(_optimizers_table(survey))
-    console.print(_levers_table(survey))
+    print_table(console, _variants_table(survey))
+    print_table(console, _modules_table(survey))
+    print_table(console, _dtypes_table(survey))
+    print_table(console, _optimizers_table(survey))
+    print_table(console, _levers_table(survey))
     for variant, reason in survey.left_out.items():
         console.print(f"Left out: {variant}: {reason}.", markup=False, highlight=False)
     console.print(sentence(survey), style="bold", highlight=False, markup=False)
@@ -67,7 +68,10 @@ def footer(command: str, seconds: float) -> list[str]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
     for index, column in enumerate(columns):
         justify = "right" if index else "left"
         table.add_column(escape(column), justify=justify, no_wrap=index > 0, overflow="fold")

@@ -96,13 +96,12 @@ def run(settings):
 
 
 def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> int:
-    from rich.console import Console
-
-    from onepass.profile_swap.report import WIDTH, print_result
+    from onepass._tables import console_of
+    from onepass.profile_swap.report import WIDTH_OFF_TERMINAL, print_result
 
     as_json = json.dumps(result.to_dict(), indent=2)
     if args.json == STDOUT:
         print(as_json)
     else:
-        print_result(result, Console(width=max(Console().width, WIDTH)))
+        print_result(result, console_of(WIDTH_OFF_TERMINAL))
     return 0 if write_or_say(COMMAND, "--json", files.get("--json"), as_json.encode()) else 1

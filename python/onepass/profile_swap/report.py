@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onepass._tables import print_table
 from onepass.bench.harness import Interval
 from onepass.compare.report import label, number, subject
 from onepass.compare.settings import Settings
@@ -16,7 +17,7 @@ from onepass.compare.variants import STOCK, SWAPPED
 from onepass.profile_swap.measure import Profile, verdict
 
 SCHEMA_VERSION = 1
-WIDTH = 120
+WIDTH_OFF_TERMINAL = 120
 MEBIBYTE = 2**20
 # Settings of `onepass compare` that this command does not have.
 OTHERS = ("sameness", "steps", "compile", "keep_memory", "optimizers", "masters", "state_dtypes")
@@ -135,7 +136,7 @@ def _interval(found: Interval) -> str:
 def print_result(result: Result, console: Console) -> None:
     """Prints a table for each dropout probability, the advice, and the footer."""
     for profile in result.profiles:
-        console.print(_table(profile))
+        print_table(console, _table(profile))
         for kind, reason in profile.absent.items():
             console.print(f"  {kind}: {reason}", highlight=False, markup=False)
         console.print()
@@ -151,7 +152,8 @@ def _table(profile: Profile) -> Table:
     tail = "" if profile.dropout is None else f", dropout {label(profile.dropout)}"
     table = Table(
         title=f"Each kind alone, one training step{tail}; bought: stock's less this one's",
-        title_justify="left", box=box.SIMPLE_HEAD, title_style="bold",
+        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        pad_edge=False, collapse_padding=True,
     )  # fmt: skip
     columns = (
         "swapped", "modules", "ms [p10-p90]", "times stock [95 %]", "ms bought", "peak MiB bought",

@@ -159,15 +159,25 @@ def listed(notes: list[str]) -> list[str]:
     """The lines that print notes, no wider than the terminal; none if there are no notes."""
     if not notes:
         return []
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    wrapper = textwrap.TextWrapper(
+    width = min(100, terminal_width(100))
+    return ["", "notes", *(folded(note, width, "  - ", "    ") for note in notes)]
+
+
+def terminal_width(otherwise: int = 1 << 20) -> int:
+    """Columns of the terminal; `otherwise` where stdout is none."""
+    return shutil.get_terminal_size((otherwise, 24)).columns
+
+
+def folded(text: str, width: int, first: str = "", others: str = "    ") -> str:
+    """The text in lines of this width, which begin with `first` and `others`; words stay whole."""
+    return textwrap.fill(
+        text,
         width=width,
-        initial_indent="  - ",
-        subsequent_indent="    ",
+        initial_indent=first,
+        subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return ["", "notes", *map(wrapper.fill, notes)]
 
 
 def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -204,7 +214,7 @@ def table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -
     """The lines of a table. In a narrower terminal the last column has lines of its own."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     indent = " " * (len(section) + 2)
-    terminal = shutil.get_terminal_size((1 << 20, 24)).columns
+    terminal = terminal_width()
     is_narrow = len(indent) + sum(widths) + 2 * (len(widths) - 1) > terminal
 
     def lines(cells, start):
@@ -214,15 +224,8 @@ def table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -
         ]
         if not is_narrow:
             return [(start + "  ".join(padded)).rstrip()]
-        last = textwrap.wrap(
-            cells[-1],
-            width=terminal,
-            initial_indent=indent + "  ",
-            subsequent_indent=indent + "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        return [(start + "  ".join(padded[:-1])).rstrip(), *last]
+        last = folded(cells[-1], terminal, indent + "  ", indent + "  ")
+        return [(start + "  ".join(padded[:-1])).rstrip(), last]
 
     found = lines(columns, f"{section}  ")
     for row in rows:

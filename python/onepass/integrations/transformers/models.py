@@ -115,7 +115,7 @@ class Attachment:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "<pre>" + html.escape(str(self)) + "</pre>"
+        return f'<pre style="white-space: pre-wrap">{html.escape(str(self))}</pre>'
 
     def __getstate__(self) -> dict:
         """A copy prints the same, but has no model to verify."""
