@@ -7,7 +7,6 @@ be wrong. For a module, stock modules that onepass could have replaced are named
 from __future__ import annotations
 
 import argparse
-import html
 import importlib
 import inspect
 import json
@@ -67,7 +66,9 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre-wrap">{html.escape(str(self))}</pre>'
+        from onepass.swapping.report import preformatted
+
+        return preformatted(str(self))
 
 
 def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:

@@ -247,8 +247,8 @@ def test_the_table_fits_and_says_what_the_json_says(outcome):
     flat = " ".join(process.stdout.split())
     for profile in found["profiles"]:
         assert profile["advice"]["sentence"] in flat
-    tables = [line for line in process.stdout.splitlines() if line.startswith("  ")]
-    assert max(map(len, tables)) <= report.WIDTH
+    tables = [line for line in process.stdout.splitlines() if line.startswith(" ")]
+    assert max(map(len, tables)) <= report.WIDTH_OFF_TERMINAL
 
 
 def test_json_schema(outcome):

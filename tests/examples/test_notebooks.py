@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+WIDEST = 132  # characters of a printed line; longer texts are shown as HTML, which folds
 # By notebook: text of a cell, and its replacement in this test.
 SMALLER = {
     "01_norms_swap_and_compare": {
@@ -40,6 +42,22 @@ SMALLER = {
 
 def test_each_notebook_has_its_smaller_sizes():
     assert SMALLER.keys() == {path.stem for path in FOLDER.glob("*.ipynb")}
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_stored_outputs_fit_a_page_and_name_no_paths(name):
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not any("execution" in cell["metadata"] for cell in code)  # times of day
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}  # no warnings
+    printed = [line.rstrip() for output in outputs for line in output.get("text", ())]
+    assert max(map(len, printed)) <= WIDEST
+    shown = "".join(
+        printed + [json.dumps(o["data"].get("text/html")) for o in outputs if "data" in o]
+    )
+    assert not re.search(r"(?<![\w.])/\w+/|site-packages", shown.replace("</pre>", ""))
 
 
 @pytest.mark.parametrize("name", SMALLER)

@@ -61,6 +61,7 @@ def test_same(monkeypatch, dtype, judged):
     }
     assert str(result).startswith("same: loss ") and result.worst in str(result)
     assert "\n" not in str(result)
+    assert "pre-wrap" in result._repr_html_() and result.worst in result._repr_html_()
 
 
 @pytest.mark.parametrize("judged", ["float64", "rounding"])

@@ -180,6 +180,11 @@ def folded(text: str, width: int, first: str = "", others: str = "    ") -> str:
     )
 
 
+def preformatted(text: str) -> str:
+    """HTML of the text, whose long lines a notebook folds."""
+    return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
+
+
 def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Rows of a printed table: names that differ only in numbers share one."""
     groups: dict[tuple, list[str]] = {}

@@ -38,6 +38,7 @@ from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import in_force
 from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.report import preformatted
 from onepass.swapping.undisturbed import State
 
 _SMALL = 64  # numbers in a tensor below which one draw is not enough
@@ -126,6 +127,9 @@ class Verification:
         return text
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 class _Run(NamedTuple):

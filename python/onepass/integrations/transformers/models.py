@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import html
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
@@ -19,7 +18,7 @@ from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
 from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
 from onepass.swapping.reasons import Reason
-from onepass.swapping.report import Change, listed, rows, table
+from onepass.swapping.report import Change, listed, preformatted, rows, table
 from onepass.swapping.restored import without
 
 # Models, by model_type, that transformers runs on eager attention alone although they take
@@ -115,7 +114,7 @@ class Attachment:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre-wrap">{html.escape(str(self))}</pre>'
+        return preformatted(str(self))
 
     def __getstate__(self) -> dict:
         """A copy prints the same, but has no model to verify."""
