@@ -13,6 +13,7 @@ from rich.console import Console
 
 from onepass import _plotting
 from onepass.compare import plot, report
+from onepass.compare.model import Sizes
 from tests.compare.results import ALIKE, result_of
 from tests.support import pictures
 
@@ -82,3 +83,8 @@ def test_a_narrow_terminal_gets_paragraphs_with_the_names_of_columns():
         "items/s", "saved MiB", "peak MiB",
     ]  # fmt: skip
     assert any("part" in line and "backward" in line for line in lines)  # this table fits
+
+
+def test_one_layer_is_no_layers():
+    assert str(Sizes(layers=1, heads=1, width=16)).startswith("1 layer, 1 head, width 16, ")
+    assert str(Sizes(layers=2, heads=4, width=16)).startswith("2 layers, 4 heads, width 16, ")

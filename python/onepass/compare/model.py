@@ -42,10 +42,11 @@ class Sizes:
             raise BadInput(f"--width must be a multiple of --heads, got {self.width}, {self.heads}")
 
     def __str__(self):
-        return (
-            f"{self.layers} layers, {self.heads} heads, width {self.width}, "
-            f"block {self.block}, batch {self.batch}"
+        layers, heads = (
+            f"{count} {name}{'' if count == 1 else 's'}"
+            for count, name in ((self.layers, "layer"), (self.heads, "head"))
         )
+        return f"{layers}, {heads}, width {self.width}, block {self.block}, batch {self.batch}"
 
 
 class SelfAttention(nn.Module):
