@@ -1,11 +1,11 @@
 // Rotary embedding of query and key: output[a] = input[a] * cos[a] - input[b] * sin[a] and
 // output[b] = input[b] * cos[b] + input[a] * sin[b] of pairs (a, b) of columns, or transposed.
 //
-// Threads take blocks of tokens. Of each token cos and sin are read once, for all heads of query
-// and key, into two lines of numbers with a factor for every column: that of the column itself, and
-// that of its partner with its sign. Position, width, pairing and direction are in these lines; a
-// row is input * own + partner * other. Traffic: one read and one write of query and key, one read
-// of cos and sin. Done when it runs at the speed of a copy of query and key.
+// Threads take blocks of tokens. cos and sin of a token are read once, for all heads of query and
+// key, into two lines of numbers: a factor for each column, and one for its partner, with its sign.
+// Position, width, pairing and direction are in these lines; a row is input * own + partner *
+// other. Traffic: one read and one write of query and key, one read of cos and sin. Done when it
+// runs at the speed of a copy of query and key.
 //
 // With an RMS norm before the rotation, a row is read for its sum of squares first, and is in L1
 // when it is rotated. The backward rotates the gradient of a row into a line, then computes a
@@ -350,7 +350,7 @@ Plan plan_forward(const RotaryForward& args, const Machine& machine, ForwardLayo
 
 void run_forward(const RotaryForward& args, const Plan& plan, const ForwardLayout& layout,
                  void* workspace, const Context& context) {
-  // Each thread has one run of pieces: its first one says which lines are its own.
+  // Each thread has one run of pieces, whose first one gives the number of its lines.
   const int64_t each = ceil_div(plan.splits, plan.threads);
   visit_dtype(args.dtype, [&]<class T>() {
     const auto weights = widen_weights<Accumulator<T>>(args, workspace);

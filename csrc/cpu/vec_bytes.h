@@ -27,7 +27,8 @@ ONEPASS_INLINE WordBits load_bytes(const uint8_t* from) {
 typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes)));
 typedef uint8_t BytesUnaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
 
-// The words of four vectors as consecutive bytes, those that no byte holds as the nearest one.
+// The words of four vectors as consecutive bytes. A word outside a byte's range becomes the nearest
+// byte.
 template <bool kSigned>
 ONEPASS_INLINE Bytes saturate_to_bytes(const SignedWords (&words)[4]) {
 #if defined(__AVX2__)
@@ -56,7 +57,7 @@ ONEPASS_INLINE Bytes saturate_to_bytes(const SignedWords (&words)[4]) {
 #endif
 }
 
-// (kFrom - word) / 3, rounded down, and 0 where that is negative; of words below 65536.
+// (kFrom - word) / 3, rounded down; 0 where that is negative. Words must be below 65536.
 template <uint32_t kFrom>
 ONEPASS_INLINE WordBits third_of_rest(WordBits word) {
   static_assert(kFrom < 32768, "where 21846 / 65536 is near enough to a third");

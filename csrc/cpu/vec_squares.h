@@ -9,7 +9,7 @@ inline namespace ONEPASS_ISA {
 // Row i, lane j becomes row j, lane i.
 ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
 #if defined(__AVX2__)
-  // Squares of four within 128-bit parts first, then the parts among rows.
+  // First squares of four within the 128-bit parts, then the parts are exchanged between rows.
   constexpr int n = kLanes<float>;
   Vec<float> t[n];
 #pragma GCC unroll 4
@@ -63,8 +63,8 @@ ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {
 #endif
 }
 
-// The same of 16-bit elements: kHalvesCells of them, from the `at`-th on, of kLanes rows. Those of
-// cell c are to[slot_of_halves(c)].
+// Transposes 16-bit elements: kHalvesCells of them, from number `at` on, of each of kLanes rows.
+// The elements of cell c are then in to[slot_of_halves(c)].
 inline constexpr int kHalvesCells = 16;
 ONEPASS_INLINE constexpr int slot_of_halves(int c) { return c % 8 * 2 + c / 8; }
 
@@ -73,8 +73,8 @@ ONEPASS_INLINE void transpose_halves(const T* const (&rows)[kLanes<float>], int6
                                      HalfBits* to) {
   static_assert(sizeof(T) == 2);
 #if defined(__AVX2__)
-  // Eight by eight within 128-bit parts, which hold cells 0 to 7 and 8 to 15 of rows 0 to 7, and
-  // then of rows 8 to 15.
+  // Squares of eight within the 128-bit parts. These hold cells 0 to 7 and 8 to 15 of rows 0 to 7,
+  // and then of rows 8 to 15.
   WordBits v[8], t[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {

@@ -28,18 +28,18 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-// Fewer chunks interrupt reading less; but only as many threads can take part as there are chunks,
-// times kv heads and batch. Timed with two threads.
+// Fewer chunks interrupt the reading less often. But no more threads can take part than there are
+// chunks, times kv heads, times batch. Timed with two threads.
 constexpr int64_t kLeastChunk = 256;
 constexpr int64_t kMostChunk = kScoreStride;
 constexpr int64_t kChunks = 16;   // per sequence, within those limits
 constexpr int64_t kSumKeys = 32;  // values that are summed in one chain
-// The distance at which rows are prefetched. Twice that of a plain pass over memory: between scores
-// and sums no row is read at all.
+// The distance at which rows are prefetched. It is twice that of a plain pass over memory, because
+// no row is read between the scores and the sums.
 constexpr int64_t kAheadBytes = 2 * kPrefetchBytes;
 constexpr int64_t kMostAhead = 64;    // in rows
 constexpr int64_t kRowBlock = 64;     // query rows whose scores are computed at a time
-constexpr int64_t kMostRows = 128;    // of a kv head if its chunks are pieces; else blocks of rows
+constexpr int64_t kMostRows = 128;    // of a kv head with chunks as pieces; with more: row blocks
 constexpr int64_t kPageBytes = 4096;  // of memory; this finds larger pages as well
 
 // The chunks of a sequence that its queries see, at least one.
@@ -323,7 +323,7 @@ class Decode {
     const KeyRows<T> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
-    // After these the next chunk's keys are prefetched, because threads take runs of chunks.
+    // The next chunk's keys are prefetched too, because a thread takes neighbouring chunks.
     const int64_t after = std::clamp<int64_t>(keys_.last - end, 0, ahead_);
     keys.list(end, after, s_.rows + 2 * count);
     std::fill_n(s_.rows + 2 * count + after, ahead_ - after, s_.rows[2 * count - 1]);
@@ -346,10 +346,10 @@ class Decode {
     return true;
   }
 
-  // Touches the pages of memory that rows are in, several at a time. A load or a prefetch from a
-  // page that is not in the TLB delays all later ones until the page is found. A plain pass over
-  // memory has the next page's loads in flight by then; here the arithmetic between loads is too
-  // long. Always inline: g++ treats a function that only prefetches as one without effect.
+  // Prefetches a line of each page that holds rows, several pages at a time. A load or a prefetch
+  // from a page that is not in the TLB delays all later ones until the page is found. A plain pass
+  // over memory has loads of the next page in flight by then; here the arithmetic between loads is
+  // too long for that. Always inline: g++ drops calls of a function that only prefetches.
   ONEPASS_INLINE void prefetch_pages(const Strided& tensor, const T* const* rows,
                                      int64_t count) const {
     const int64_t row_bytes = std::abs(tensor.row_stride) * int64_t{sizeof(T)};

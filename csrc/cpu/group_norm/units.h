@@ -4,8 +4,8 @@
 // With channels first a unit of work is a group, a run of memory; with channels last it is a
 // sample, whose pixels are rows of channels. A unit is cut into parts by the shape alone, each part
 // is summed on its own, and the parts' sums are added in order: the same bits for any number of
-// threads, and an error that does not grow with the image. A thread takes a unit through both
-// sweeps, or, where that would leave others without work, all threads take parts, sweep by sweep.
+// threads, and an error that does not grow with the image. A thread computes both sweeps of a unit.
+// Where that would leave other threads without work, all threads take parts, one sweep at a time.
 #pragma once
 
 #include "core/visit.h"
@@ -19,9 +19,9 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// Elements of a part with channels first: one of float32 fits into L1.
+// Elements of a part with channels first: a part in float32 fits into L1.
 inline constexpr int64_t kPart = 4096;
-// Least pixels of a part with channels last, and most parts of a sample.
+// The fewest pixels of a part with channels last, and the most parts of a sample.
 inline constexpr int64_t kPartPixels = 256;
 inline constexpr int64_t kMaxParts = 64;
 // Pixels that share each load of a channel's numbers.
@@ -161,7 +161,7 @@ struct Layout {
   int64_t sums;        // of channels: backward (batch, 2, row)
   int64_t parts;       // Moments or accumulators of each part
   Slots slots;         // of each thread: kScratchRows rows, and a unit's dz
-  bool by_units;       // a thread takes a unit through both sweeps, else parts of any
+  bool by_units;       // a thread computes both sweeps of a unit, else parts of any unit
   bool keeps;          // keeps dz between the sweeps: in dinput if it has accumulators, else here
 };
 

@@ -18,17 +18,18 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// With more rows, packing is cheap next to the multiply-adds. 768x3072, one thread of a Zen 4,
-// microseconds here and (one row more) packed: float32 16 rows 1162 and 1494, AVX2 8 rows 722 and
-// 1000; bfloat16 dot products 16 rows 547 and 804.
+// With more rows, packing is cheap compared with the multiply-adds. Microseconds of this kernel,
+// and of the packed product of one row more, at 768x3072 on one thread of a Zen 4: float32, 16
+// rows, 1162 and 1494; float32 with AVX2, 8 rows, 722 and 1000; bfloat16 dot products, 16 rows, 547
+// and 804.
 inline constexpr int kMostFusedRows = kVectorRegisters == 32 ? 16 : 12;
 
 // Vectors of columns that a broadcast is multiplied with. A sum is one chain of multiply-adds, each
-// of which waits for the one before it: eight rows of one vector just fill two pipes of four
-// cycles' latency, and shuffles between them leave gaps. More vectors are more rows of the weight
-// at a time, whose lines push each other out of L1. GB/s of a weight in L2 with one vector and with
-// two, 2048 of k, one thread of a Xeon with AVX-512: float32 8 rows 15.4 and 20.5, float16 1 row
-// 20.6 and 22.7, 8 rows 8.7 and 10.5.
+// of which waits for the one before it. With one vector eight rows just fill two pipes of four
+// cycles' latency, and the shuffles in between leave gaps. More vectors read more rows of the
+// weight at a time, whose lines evict each other from L1. GB/s of a weight in L2, with one vector
+// and with two, at k = 2048 on one thread of a Xeon with AVX-512: float32, 8 rows, 15.4 and 20.5;
+// float16, 1 row, 20.6 and 22.7; float16, 8 rows, 8.7 and 10.5.
 template <int kRows>
 inline constexpr int kFusedVectors = kRows <= (kVectorRegisters == 32 ? 8 : 5) ? 2 : 1;
 
@@ -36,14 +37,15 @@ inline constexpr int kFusedVectors = kRows <= (kVectorRegisters == 32 ? 8 : 5) ?
 inline constexpr int64_t kBlockBytes = 8192;
 inline constexpr int64_t kLineBytes = 64;
 
-// For a matrix dense along the columns: vectors whose sums fill the registers, columns of a block.
+// For a matrix dense along the columns: the vectors whose sums fill the registers, and the columns
+// of a block.
 template <int kRows>
 inline constexpr int kAcrossVectors =
     std::clamp((kVectorRegisters - 2) / (kRows + 1), 1, kVectorRegisters == 32 ? 6 : 4);
 template <class M>
 inline constexpr int64_t kAcrossColumns = 512 / M::kPerCell;
 
-// Kernels are made for 1 row and for even numbers of them; the last row of the others is zeros.
+// There are kernels for 1 row and for even numbers of rows; an odd number gets a row of zeros.
 constexpr int64_t padded_few_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) / 2 * 2; }
 
 // Calls f<padded_few_rows(rows)>().
@@ -64,7 +66,7 @@ class Line {
   static constexpr int kElements = kLineBytes / sizeof(T);  // of k
   static constexpr int kCells = kElements / M::kPerCell;
 
-  // row[j] + k is where the line of row j lies.
+  // The line of row j begins at row[j] + k.
   ONEPASS_INLINE void transpose_from(const T* const (&row)[n], int64_t k) {
     if constexpr (kAreHalves) {
 #pragma GCC unroll 2
@@ -99,7 +101,7 @@ class Line {
   }
 
  private:
-  // Words of the others are transposed: each is a cell, or two of bfloat16.
+  // Other types are transposed in words: a word is one cell, or two cells of bfloat16.
   static constexpr bool kAreHalves = std::is_same_v<T, Float16>;
   static constexpr int kWords = kLineBytes / 4;
 
@@ -113,11 +115,11 @@ class Line {
   alignas(64) char bytes_[n * kLineBytes];
 };
 
-// Whether to leave the rows of a block, of so many bytes, to the processor's own prefetchers.
-// Intel's follow a stream in each of 32 pages, and lines asked for in advance take the places of
-// those that are needed now. GB/s of a weight in no cache on two threads of a Xeon with AVX-512,
-// prefetching and not: float32 1 row, rows of 8 KiB, 20.1 and 23.8, float16 8 rows, 4 KiB, 13.6
-// and 16.9; float16 1 row, 3 KiB, 22.8 and 20.5, where streams end too soon.
+// Whether the processor's own prefetchers suffice for rows of a block that have so many bytes.
+// Intel's follow one stream in each of 32 pages; prefetched lines would evict those that are needed
+// now. GB/s of a weight in no cache, with prefetches and without, on two threads of a Xeon with
+// AVX-512: float32, 1 row, weight rows of 8 KiB, 20.1 and 23.8; float16, 8 rows, 4 KiB, 13.6 and
+// 16.9; float16, 1 row, 3 KiB, 22.8 and 20.5, because such short streams end too soon.
 inline bool prefetches_by_itself([[maybe_unused]] int64_t row_bytes) {
 #if defined(__x86_64__)
   return row_bytes >= 4096 && __builtin_cpu_is("intel");
@@ -126,8 +128,8 @@ inline bool prefetches_by_itself([[maybe_unused]] int64_t row_bytes) {
 #endif
 }
 
-// Memory to prefetch in the order of addresses, some lines at a time: elsewhere the rows of a
-// block are too many streams for the processor. Prefetching in the order of reads helps less.
+// Memory to prefetch in the order of addresses, some lines at a time. On other processors the rows
+// of a block are too many streams for the hardware. Prefetches in the order of the reads help less.
 class LinesAhead {
  public:
   LinesAhead() = default;
@@ -221,8 +223,8 @@ template <class M, class T, int64_t kChainCells, int kRows>
     };
     const int64_t end = std::min(k + kChain, size);
     for (; k + Cells::kElements <= end; k += Cells::kElements) {
-      // One by one between the products: many at once keep the loads of this line waiting. Eight
-      // rows in float16 by a weight in no cache, two threads: 12.1 GB/s together, 13.9 one by one.
+      // One prefetch between two products: many at once delay the loads of this line. Eight rows in
+      // float16, a weight in no cache, two threads: 12.1 GB/s with all at once, 13.9 one by one.
       constexpr int kAhead = n * kVectors;
       const char* next = ahead.take<kAhead>(few.left);
 #pragma GCC unroll 2
@@ -263,7 +265,7 @@ template <class M, class T, int64_t kChainCells, int kRows>
   } while (k < size);
 }
 
-// `columns` over all of k, before `after` others.
+// `columns` columns over all of k; `after` others follow them, and are prefetched.
 template <class M, class T, int64_t kChainCells, int kRows>
 void multiply_few_rows(const FewRows<M>& all, const T* right, int64_t right_col, int64_t columns,
                        int64_t depth, int64_t after) {
@@ -305,7 +307,7 @@ template <class M, class T, int kRows, int kVectors, class Count>
                                                      int64_t right_step, int64_t size, Count count,
                                                      LinesAhead& ahead) {
   constexpr int kVector = M::kLanes * M::kPerCell * static_cast<int>(sizeof(T));  // bytes
-  constexpr int kSteps = std::max<int>(4, kLineBytes / kVector);  // between two looks ahead
+  constexpr int kSteps = std::max<int>(4, kLineBytes / kVector);  // between two prefetches
   constexpr int kLines = kSteps * kVectors * kVector / kLineBytes;
   typename M::Sum sum[kRows][kVectors] = {};
   const auto multiply = [&](int64_t k, bool is_odd) {
@@ -338,8 +340,8 @@ template <class M, class T, int kRows, int kVectors, class Count>
   for (int v = 0; v < kVectors; ++v) few.put(sum, v, count);
 }
 
-// `columns` (at most kAcrossColumns) over all of k, of a right matrix that lies along the columns,
-// before `after` others.
+// `columns` columns (at most kAcrossColumns) over all of k, of a right matrix that is dense along
+// the columns; `after` others follow them, and are prefetched.
 template <class M, class T, int64_t kChainCells, int kRows>
 void multiply_few_rows_across(const FewRows<M>& all, const T* right, int64_t right_step,
                               int64_t columns, int64_t depth, int64_t after) {

@@ -64,7 +64,7 @@ void pack_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, 
     pack_panel<M>([&](int64_t i) { return from + i * args.left_row; }, rows, count, kStrip<M>,
                   strip);
   } else {
-    // The strip's own rows and, as they are there, those beyond: whole vectors load faster.
+    // The strip's own rows and those after them, if there are any: whole vectors load faster.
     const int64_t there = std::min(kStrip<M>, args.rows - row);
     pack_cells_of_rows<M>([&](int64_t i) { return from + i * args.left_step; }, count, there,
                           kStrip<M>, strip);
