@@ -22,11 +22,11 @@ struct LaunchShape {
   int resident = 1;  // blocks that must run at the same time for the kernel to end
 };
 
-// For launch(): the kernel may start before the one before it on the stream has ended (programmatic
-// dependent launch), so that its launch costs no time after that. It calls wait_for_kernel_before()
-// first, and the other one start_kernel_after() near its end; then the order is a stream's usual
-// one, whatever kernel, memset or copy is before or after it. Off, unless ONEPASS_CUDA_OVERLAP is
-// "always", until a device has shown what it saves.
+// For launch(): the kernel may start before the preceding one on the stream has ended (programmatic
+// dependent launch), which hides the time of its launch. It calls wait_for_kernel_before() first,
+// and the preceding kernel calls start_kernel_after() near its end. The order on the stream stays
+// the usual one, with any kernel, memset or copy before or after. Used only if ONEPASS_CUDA_OVERLAP
+// is "always", until the gain has been measured on a device.
 inline constexpr bool kFollows = true;
 
 // Bytes of a kernel's parameters. More than 4,096 need CUDA 12.1 and driver 530.

@@ -253,10 +253,10 @@ __device__ __forceinline__ void store_tile(const Tile<T, kCols>& tile, const Row
 // Offsets in bytes from a fragment's first element to the row that a lane addresses for ldmatrix,
 // with the swizzle. Two offsets are enough: a column at a multiple of 16 is one XOR.
 //
-// kPlaced: shared_base() is added to them, so that what differs from tile to tile or row to row is
-// a constant, which an instruction adds. Otherwise the address of the tile is added after the XOR,
-// one instruction for each column and warp's row. Code of sm_90 adds the address of shared memory
-// in the instruction, so that short loops may gain nothing there.
+// kPlaced: shared_base() is already added to them, so that the step to another tile or row is a
+// constant in an instruction. Otherwise the address of the tile is added after the XOR, by one
+// instruction for each column and warp's row. Code of sm_90 adds the address of shared memory in
+// the instruction itself, so that short loops may gain nothing there.
 template <int kCols, bool kPlaced = true>
 struct FragmentLanes {
   uint32_t straight;  // matrices 0 1 2 3: rows 0-7, 8-15, then the same 8 columns further
