@@ -117,7 +117,7 @@ def test_modules_of_equal_layers_share_a_line_that_a_terminal_folds(monkeypatch)
     one = "stock: *.{} (12 x {}): not swapped: onepass.swap(model)".format
     stock = [line for line in str(explanation).splitlines() if line.startswith("stock")]
     assert stock == [one(0, "LayerNorm"), one(1, "RMSNorm")]
-    assert '<pre style="white-space: pre-wrap">' in explanation._repr_html_()
+    assert '<pre style="white-space: pre-wrap; word-break: normal">' in explanation._repr_html_()
     monkeypatch.setenv("COLUMNS", "40")
     lines = str(explanation).splitlines()
     assert max(map(len, lines)) <= 40

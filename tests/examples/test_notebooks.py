@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-WIDEST = 132  # characters of a printed line; longer texts are shown as HTML, which folds
+WIDEST = 110  # characters of a printed line; longer texts are shown as HTML, which folds
 # By notebook: text of a cell, and its replacement in this test.
 SMALLER = {
     "01_norms_swap_and_compare": {

@@ -575,7 +575,7 @@ def test_report_as_data_and_html():
     assert data["skipped"][0]["type"] == "torch.nn.modules.batchnorm.BatchNorm1d"
     assert set(data["skipped"][0]) == {"name", "type", "reason"} and data["unknown"] == []
     markup = report._repr_html_()
-    assert "&lt;b&gt;" in markup and "<td>BatchNorm1d</td>" in markup
+    assert "&lt;b&gt;" in markup and '<td style="text-align: left">BatchNorm1d</td>' in markup
     twin = copy.deepcopy(report)
     assert str(twin) == str(report) == str(pickle.loads(pickle.dumps(report)))
 

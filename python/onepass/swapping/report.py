@@ -7,6 +7,7 @@ import html
 import re
 import shutil
 import textwrap
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -124,12 +125,9 @@ class Report:
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
             if found:
-                head = "".join(f"<th>{column}</th>" for column in columns)
-                body = "".join(
-                    "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-                    for row in found
-                )
-                parts.append(f"<table><caption>{section}</caption><tr>{head}</tr>{body}</table>")
+                head = _html_row("th", columns, columns)
+                body = "".join(_html_row("td", columns, map(html.escape, row)) for row in found)
+                parts.append(f"<table><caption>{section}</caption>{head}{body}</table>")
         if self.notes:
             notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
             parts.append(f"<ul>{notes}</ul>")
@@ -180,9 +178,20 @@ def folded(text: str, width: int, first: str = "", others: str = "    ") -> str:
     )
 
 
+def _html_row(tag: str, columns: Iterable[str], cells: Iterable[str]) -> str:
+    """A row of a table; notebooks would align words to the right."""
+    sides = ("right" if column == "count" else "left" for column in columns)
+    return "<tr>{}</tr>".format(
+        "".join(
+            f'<{tag} style="text-align: {side}">{cell}</{tag}>'
+            for side, cell in zip(sides, cells, strict=True)
+        )
+    )
+
+
 def preformatted(text: str) -> str:
-    """HTML of the text, whose long lines a notebook folds."""
-    return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
+    """HTML of the text, whose long lines a notebook folds between words."""
+    return f'<pre style="white-space: pre-wrap; word-break: normal">{html.escape(text)}</pre>'
 
 
 def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
