@@ -15,11 +15,11 @@ def console_of(width_off_terminal: int) -> Console:
     return console if console.is_terminal else Console(width=width_off_terminal)
 
 
-def print_table(console: Console, table: Table, names: int = 1) -> None:
+def print_table(console: Console, table: Table, names: int = 1, before: str = "") -> None:
     """Prints the table; where it is wider than the console, a paragraph for each row.
 
-    A paragraph begins with the cells of the first `names` columns. The others follow after the
-    headers of their columns; empty ones are left out.
+    A paragraph begins with `before` and the cells of the first `names` columns. The others follow
+    after the headers of their columns; empty ones are left out.
     """
     if _least_width(console, table) <= console.width:
         console.print(table)
@@ -33,7 +33,7 @@ def print_table(console: Console, table: Table, names: int = 1) -> None:
             f"{header} {cell}"
             for header, cell in zip(headers[: names - 1], cells[: names - 1], strict=True)
         ]
-        console.print(Text(", ".join([*name, cells[names - 1]]), style="bold"))
+        console.print(Text(before + ", ".join([*name, cells[names - 1]]), style="bold"))
         line = ""
         for header, cell in zip(headers[names:], cells[names:], strict=True):
             if not cell:

@@ -83,8 +83,16 @@ def test_a_narrow_terminal_gets_paragraphs_with_the_names_of_columns():
         "items/s", "saved MiB", "peak MiB",
     ]  # fmt: skip
     assert any("part" in line and "backward" in line for line in lines)  # this table fits
+    narrower = printed(60)
+    assert "dropout 0.1" in narrower and "dropout 0" in narrower  # the rows of the sameness
 
 
 def test_one_layer_is_no_layers():
     assert str(Sizes(layers=1, heads=1, width=16)).startswith("1 layer, 1 head, width 16, ")
     assert str(Sizes(layers=2, heads=4, width=16)).startswith("2 layers, 4 heads, width 16, ")
+
+
+def test_small_losses_are_no_negative_zeros():
+    assert [report.number(ms) for ms in (-0.001, -0.006, 0.0, -9.999, 12.34, -123.4)] == [
+        "0.00", "-0.01", "0.00", "-10.0", "12.3", "-123",
+    ]  # fmt: skip

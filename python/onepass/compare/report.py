@@ -215,7 +215,7 @@ def print_result(result: Result, console: Console) -> None:
         if text := linear_text(speed):
             console.print(text, highlight=False, markup=False)
             console.print()
-    print_table(console, _sameness_table(result))
+    print_table(console, _sameness_table(result), before="dropout ")
     for name, step in result.first_steps.items():
         console.print(
             f"First step, {name} against stock, dropout off: loss difference "
@@ -315,8 +315,9 @@ def _part_ms(parts: dict[str, dict[str, float]], part: str) -> float:
 
 
 def number(ms: float) -> str:
-    """About three digits, for any size."""
-    return f"{ms:.{0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2}f}"
+    """About three digits, for any size; never -0."""
+    digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
+    return f"{round(ms, digits) + 0.0:.{digits}f}"
 
 
 def _sameness_table(result: Result) -> Table:

@@ -176,7 +176,7 @@ def _table(profile: Profile) -> Table:
             times,
             str(ratio),
             number(profile.milliseconds_bought(name).median),
-            f"{(stock.peak_bytes - variant.peak_bytes) / MEBIBYTE:,.1f}",
+            f"{round((stock.peak_bytes - variant.peak_bytes) / MEBIBYTE, 1) + 0.0:,.1f}",
             _WORDS[verdict(ratio)],
             end_section=name == SWAPPED,
         )
