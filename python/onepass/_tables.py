@@ -60,6 +60,6 @@ def _least_width(console: Console, table: Table) -> int:
     width = console.measure(table, options=unlimited).maximum
     for column in table.columns:
         if not column.no_wrap:
-            widest = max(console.measure(cell, options=unlimited).maximum for cell in column.cells)
-            width -= max(0, widest - FOLDED)
+            widths = [console.measure(cell, options=unlimited).maximum for cell in column.cells]
+            width -= max(0, max(widths, default=0) - FOLDED)
     return width

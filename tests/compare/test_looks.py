@@ -10,8 +10,9 @@ pytest.importorskip("rich", reason="prints the tables")
 pytest.importorskip("matplotlib", reason="draws the picture")
 
 from rich.console import Console
+from rich.table import Table
 
-from onepass import _plotting
+from onepass import _plotting, _tables
 from onepass.compare import plot, report
 from onepass.compare.model import Sizes
 from tests.compare.results import ALIKE, result_of
@@ -96,3 +97,10 @@ def test_small_losses_are_no_negative_zeros():
     assert [report.number(ms) for ms in (-0.001, -0.006, 0.0, -9.999, 12.34, -123.4)] == [
         "0.00", "-0.01", "0.00", "-10.0", "12.3", "-123",
     ]  # fmt: skip
+
+
+def test_a_table_without_rows_is_its_header():
+    file = io.StringIO()
+    table = Table("module", "count")
+    _tables.print_table(Console(file=file, width=20), table)
+    assert "module" in file.getvalue() and "count" in file.getvalue()
