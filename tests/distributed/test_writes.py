@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from onepass import functional
 from onepass.distributed import plans
-from tests.distributed.dtensors import mesh_of, spread
+from tests.distributed.dtensors import mesh_of, spread, whole
 from tests.distributed.ranks import distributed, run
-from tests.distributed.test_operators import CASES, S0, R, drawn, listed, upstream
+from tests.distributed.test_operators import CASES, S0, S2, R, drawn, listed, upstream
 
 pytestmark = distributed
 REFUSED = "modified by an inplace operation"
@@ -130,6 +130,85 @@ def body_of_other_writes() -> None:
         weight.mul_(2.0)
         assert refused(y.sum().backward)
 
+        # One that is not alive any more, made of a tensor that is.
+        local = x.to_local().detach() * 2.0
+        y = functional.rms_norm(spread_from(local), 8, weight.requires_grad_())
+        local.mul_(2.0)
+        assert refused(y.sum().backward)
+        # The part of one whose call has no plan.
+        query = made(2, 1, 4, 8).requires_grad_() * 2.0
+        key = spread(torch.ones(2, 1, 4, 8), mesh_of((2,)), [R])
+        for written in (query, key):
+            y = functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+            with torch.no_grad():
+                written.to_local().mul_(2.0)
+            assert refused(y.sum().backward)
+        # A plain mask, each of whose parts one process takes.
+        mask = torch.zeros(2, 1, 4, 4)
+        y = functional.scaled_dot_product_attention(
+            made(2, 1, 4, 8).requires_grad_(), key, key, mask
+        )
+        mask.fill_(1.0)
+        assert refused(y.sum().backward)
+        # The sum that a norm saved, which needs no gradient.
+        y, total = functional.add_rms_norm(made(4, 8), made(4, 8), 8, weight)
+        total.mul_(2.0)
+        assert refused(y.sum().backward)
+
+
+def spread_from(local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(local, mesh_of((2,)), [S0], run_check=False)
+
+
+def body_of_second_backwards() -> None:
+    """Between a backward with create_graph=True and that of its gradients."""
+    key = spread(torch.ones(2, 1, 4, 8), mesh_of((2,)), [R])
+    calls = (
+        norm,
+        lambda x: functional.scaled_dot_product_attention(x, key, key, is_causal=True),  # no plan
+    )
+    for call in calls:
+        for _ in range(3):
+            x = made(2, 1, 4, 8).requires_grad_()
+            hidden = x * 2.0
+            loss = (call(hidden) * made(2, 1, 4, 8)).sum()  # linear: its backward is not run again
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+            hidden.mul_(2.0)
+            assert refused(gradient.sum().backward)
+
+
+def body_of_written_results() -> None:
+    """A backward after one that found results written, which no operator had saved."""
+
+    def equal_twice(loss, x):
+        first, second = (
+            whole(torch.autograd.grad(loss, x, retain_graph=True)[0]) for _ in range(2)
+        )
+        assert first.any() and torch.equal(first, second)
+
+    for place in (S0, S2):  # the second is moved, and its call has no plan
+        for _ in range(3):
+            x = spread(torch.linspace(-1, 1, 128).reshape(4, 4, 8), mesh_of((2,)), [place])
+            stream = norm(x.requires_grad_())
+            stream.mul_(2.0)
+            equal_twice((norm(stream) ** 3).sum(), x)
+            part = stream.to_local()  # of other operators
+            equal_twice((part**3).sum(), x)
+
+
+def body_of_inference_tensors() -> None:
+    """They have no version, and beside others they are refused where autograd would save them."""
+    for _ in range(3):
+        x = made(4, 8).requires_grad_()
+        with torch.inference_mode():
+            residual = made(4, 8)
+            local = residual.to_local() * 1.0
+        for other in (residual, spread_from(local)):
+            functional.add_dropout(x, other, 0.0).sum().backward()
+            assert torch.equal(x.grad.to_local(), torch.ones(2, 8))
+            x.grad = None
+
 
 def body_between_calls() -> None:
     """A call after a write is not refused for one before it, in any order of backwards."""
@@ -150,7 +229,7 @@ def body_between_calls() -> None:
 
 
 def body_of_memory() -> None:
-    """The counters keep nothing alive that the operator does not save."""
+    """What is kept for that keeps nothing alive that the operator does not save."""
     for _ in range(3):
         x = made(4, 8).requires_grad_()
         hidden = x * 2.0
@@ -161,10 +240,25 @@ def body_of_memory() -> None:
         gc.collect()
         assert [x() for x in (*alive, memory)] == [None] * 3
         y.sum().backward()
+        y = norm(x)
+        memory = weakref.ref(y._local_tensor.untyped_storage())
+        z = y + 1.0
+        del y
+        gc.collect()
+        assert memory() is None and z.requires_grad
 
 
 @pytest.mark.parametrize(
-    "body", [body_of_other_writes, body_between_calls, body_of_memory], ids=lambda b: b.__name__[5:]
+    "body",
+    [
+        body_of_other_writes,
+        body_of_second_backwards,
+        body_of_written_results,
+        body_of_inference_tensors,
+        body_between_calls,
+        body_of_memory,
+    ],
+    ids=lambda body: body.__name__[5:],
 )
 def test_writes(body):
     run(2, body)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from onepass.distributed.writes import Writes
+from onepass.distributed.writes import Writes, checked_again
 
 MOST = 1024  # plans; then the cache starts anew
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -34,6 +34,10 @@ class Call:
 
     handed: list[DTensor]
     writes: Writes | None
+
+    def double(self, result: Tensor) -> Tensor:
+        """For the DTensor of a result that has no gradient."""
+        return result if self.writes is None else result.data
 
 
 @dataclass(slots=True)
@@ -63,10 +67,9 @@ class Plan:
         recorded = [name for name, x in tensors.items() if is_recorded and x.requires_grad]
         call = Call([], Writes.of_call() if recorded else None)
         parts = {name: x._local_tensor for name, x in tensors.items()}
-        if call.writes is not None:
-            watched = [name for name in parts if name not in self.written]
-            own = call.writes.parts([tensors[n] for n in watched], [parts[n] for n in watched])
-            parts.update(zip(watched, own, strict=True))
+        for name, x in tensors.items():
+            if call.writes is not None and name not in self.written:
+                parts[name] = call.writes.double(x, parts[name])
         if recorded:
             plain = [parts[name] for name in recorded]
             wholes = (tensors[name] for name in recorded)
@@ -79,9 +82,10 @@ class Plan:
     def whole(self, number: int, result: Tensor, call: Call) -> DTensor:
         """The DTensor of a result."""
         spec = self.spec(number, result)
-        if not result.requires_grad:
-            return DTensor(result, spec, requires_grad=False)
-        whole = _Whole.apply(result, spec, call)
+        if result.requires_grad:
+            whole = _Whole.apply(result, spec, call)
+        else:
+            whole = DTensor(call.double(result), spec, requires_grad=False)
         if call.writes is not None:
             call.writes.watch(whole, result)
         return whole
@@ -183,8 +187,10 @@ class _Parts(torch.autograd.Function):
     def forward(ctx, plan, names, call, parts, *tensors):
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.names, ctx.call = plan, names, call
-        # A view whose counter is told of a write would be refused in misleading words.
-        return tuple(parts) if call.writes else tuple(part.view_as(part) for part in parts)
+        return tuple(
+            part.view_as(part) if part is x._local_tensor else part  # a double is no input
+            for part, x in zip(parts, tensors, strict=True)
+        )
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -196,6 +202,7 @@ class _Parts(torch.autograd.Function):
                 continue
             spec = ctx.plan.spec(name, gradient)
             if torch.is_grad_enabled() or type(gradient) is not Tensor:
+                gradient = checked_again(gradient, ctx.call.writes)
                 given = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
                 found.append(DTensor.from_local(gradient, spec.mesh, spec.placements, **given))
                 continue
@@ -222,7 +229,8 @@ class _Whole(torch.autograd.Function):
             Replicate() if placement.is_partial() else placement for placement in spec.placements
         )
         ctx.call = call
-        return DTensor(part.view_as(part), spec, requires_grad=part.requires_grad)
+        local = part.view_as(part) if call.writes is None else part.data
+        return DTensor(local, spec, requires_grad=part.requires_grad)
 
     @staticmethod
     def backward(ctx, gradient):

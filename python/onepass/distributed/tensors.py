@@ -34,7 +34,7 @@ from torch.distributed.tensor import (
 from onepass._imported import is_async
 from onepass._ops.random import adjusted
 from onepass.distributed import plans
-from onepass.distributed.writes import Checked, Counted, Writes
+from onepass.distributed.writes import Checked, Doubled, Writes
 
 Names = tuple[str | None, ...]  # of a tensor's dimensions; None: never split
 Choice = tuple[str, ...]  # names that are split together; none: the whole on each process
@@ -135,9 +135,9 @@ def run(function: Callable, *args, **kwargs):
         names = layout.inputs.get(name, ())
         local = _local(tensor, names, mesh, chosen)
         is_written = name in layout.written or name in layout.overwritten
-        if writes is not None and isinstance(tensor, DTensor) and not is_written:
-            own = writes.parts([tensor], [local])
-            local = Counted.apply(local, own) if local.requires_grad else own[0]
+        if writes is not None and local is not tensor and not is_written:
+            double = writes.double(tensor, local)
+            local = Doubled.apply(local, [double], writes) if local.requires_grad else double
         if name in layout.overwritten and tensor.requires_grad and torch.is_grad_enabled():
             local = _Overwritten.apply(local, tensor)
         _assign(given, name, local)
@@ -431,16 +431,13 @@ def _wrapped(
     parts: Parts,
     writes: Writes | None,
 ) -> DTensor:
-    if not result.requires_grad:
-        writes = None
-    if writes is not None:
-        result = Checked.apply(result, writes)
+    local = result if writes is None else Checked.apply(result, writes)
     shape = torch.Size(
         size if name is None else parts.sizes.get(name, size)
         for name, size in zip(names, result.shape, strict=True)
     )
     whole = DTensor.from_local(
-        result,
+        local,
         mesh,
         _of_result(names, chosen, summed),
         run_check=False,

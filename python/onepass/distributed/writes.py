@@ -1,33 +1,36 @@
 """Writes to DTensors between a call and its backward, which autograd counts apart from their parts.
 
-An operator saves parts for its backward. After `x.add_(1)` on a DTensor the version of x is another
-one, and that of its part is as before: autograd would compute with overwritten numbers and say
-nothing. Here the parts of a call get counters of their own, and a write of the DTensor is added to
-its part's before the backward reads what was saved. Autograd then raises its own error for tensors
-that the operator saved, and none for others.
+A tensor's version counts its writes, and autograd refuses a backward that would read a saved tensor
+whose version has changed. An operator saves parts, but `x.add_(1)` on a DTensor changes the version
+of x and not that of its part: autograd would compute with overwritten numbers and say nothing.
+
+So the operator gets doubles of the parts: the same memory, and versions that nothing else shares.
+Before the backward reads what was saved, the doubles of tensors that were written get another
+version, and autograd raises its own error for those that the operator saved. Results that it saved
+are watched in the same way: what the caller gets is a double.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import ReferenceType, ref
+import functools
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as _are_modes_active
 from torch.distributed.tensor import DTensor
 
-_OF_DTENSOR = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_WITH_MEMORY = (Tensor, torch.nn.Parameter)
 
 
 class Writes:
-    """Those to the tensors of one call. Keeps counters alone, and no memory alive."""
+    """Those to the tensors of one call. Keeps versions, and none of their memory."""
 
     __slots__ = ("_watched",)
 
     def __init__(self):
-        # A tensor that may be written, its version, and one whose counter is told of it.
-        self._watched: list[tuple[Tensor | ReferenceType, int, Tensor | ReferenceType]] = []
+        # What may be written, its version at the call, and what the operator may have saved.
+        self._watched: list[tuple[Tensor, int, Tensor]] = []
 
     @staticmethod
     def of_call() -> Writes | None:
@@ -37,38 +40,63 @@ class Writes:
             return None
         return Writes()
 
-    def parts(self, tensors: Sequence[DTensor], local: Sequence[Tensor]) -> list[Tensor]:
-        """local, with which a call computes in place of tensors: the same memory, and counters of
-        their own. Not differentiable."""
-        parts = [x.data for x in local]
-        for x, counter, mine, part in zip(tensors, _detached(tensors), local, parts, strict=True):
-            told = ref(part)  # what is saved of it keeps it alive
-            self._watched.append((counter, x._version, told))
-            if mine.data_ptr() == x._local_tensor.data_ptr():  # x was not moved
-                self._watched.append((ref(mine), mine._version, told))
-        return parts
+    def double(self, x: Tensor, part: Tensor) -> Tensor:
+        """Of x's part, for the operator. Not differentiable."""
+        double = part.data
+        self.watch(x, double)
+        return double
 
-    def watch(self, whole: DTensor, result: Tensor) -> None:
-        """A result, which may be saved as well."""
-        counter = result.detach()
-        counter.data = result.new_empty(0)
-        self._watched.append((*_detached([whole]), whole._version, counter))
+    def watch(self, x: Tensor, saved: Tensor) -> None:
+        """Writes to x, or to the part of x by itself, are writes to what the operator may save."""
+        if saved.is_inference():  # autograd refuses to save it
+            return
+        of_saved = _version_of(saved)
+        for written in (x, x._local_tensor) if isinstance(x, DTensor) else (x,):
+            if not written.is_inference():  # which has no version
+                self._watched.append((_version_of(written), written._version, of_saved))
 
     def check(self) -> None:
         """Before the backward reads what was saved."""
-        for x, version, told in self._watched:
-            x, told = _alive(x), _alive(told)
-            if x is not None and told is not None and x._version != version:
-                torch.autograd.graph.increment_version(told)
+        for written, version, saved in self._watched:
+            if written._version != version:
+                torch.autograd.graph.increment_version(saved)
+
+
+def _version_of(x: Tensor) -> Tensor:
+    """A tensor that has the version of x, now and later, and keeps no memory alive."""
+    if type(x) in _WITH_MEMORY:
+        version = x.detach()
+        version.data = _nothing(x.device)
+        return version
+    with torch._C._ExcludeDispatchKeyGuard(_PYTHON):  # in C++ a DTensor has no memory
+        return x.detach()
+
+
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+class Doubled(torch.autograd.Function):
+    """A double, of `Writes.double`, in place of a part that has a gradient."""
+
+    @staticmethod
+    def forward(ctx, part, double, writes):  # [double]: of a tensor the result would be a view
+        ctx.writes = writes
+        return double[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return checked_again(gradient, ctx.writes), None, None
 
 
 class Checked(torch.autograd.Function):
-    """A result of a call, whose backward checks the call's writes first."""
+    """A double of a result. Its backward, which comes before the operator's, checks the writes."""
 
     @staticmethod
     def forward(ctx, result, writes):
         ctx.writes = writes
-        return result.view_as(result)
+        return result.data
 
     @staticmethod
     def backward(ctx, gradient):
@@ -76,23 +104,8 @@ class Checked(torch.autograd.Function):
         return gradient, None
 
 
-class Counted(torch.autograd.Function):
-    """A part with a counter of its own, of `Writes.parts`, in place of another one."""
-
-    @staticmethod
-    def forward(ctx, local, parts):  # not as a tensor, of which the result would be a view
-        return parts[0]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-def _detached(tensors: Sequence[DTensor]) -> list[Tensor]:
-    """They share the counters of DTensors, and have no memory: a DTensor has none in C++."""
-    with torch._C._ExcludeDispatchKeyGuard(_OF_DTENSOR):
-        return [x.detach() for x in tensors]
-
-
-def _alive(x: Tensor | ReferenceType) -> Tensor | None:
-    return x() if type(x) is ReferenceType else x
+def checked_again(gradient: Tensor, writes: Writes | None) -> Tensor:
+    """A gradient of a call. With create_graph=True its own backward reads what was saved too."""
+    if writes is None or not torch.is_grad_enabled():
+        return gradient
+    return Checked.apply(gradient, writes)
