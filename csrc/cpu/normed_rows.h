@@ -85,6 +85,10 @@ const A* widened(const void* source, DType dtype, double offset, double missing,
   return buffer;
 }
 
+// Least tokens of a modulated norm that share a weight whose order is changed, and in the backward
+// sums: with a scale for each token the change costs more than it saves.
+inline constexpr int64_t kLeastOrderedTokens = 4;
+
 // Rows that a modulated norm may have to widen for a group: scale, shift and gate.
 inline constexpr int64_t kModulators = 3;
 

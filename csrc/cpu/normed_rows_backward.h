@@ -1,8 +1,6 @@
 // The gradient of a block of rows of a norm, also where a rotation follows it.
 #pragma once
 
-#include <utility>
-
 #include "cpu/normed_rows.h"
 #include "cpu/row_sums.h"
 #include "cpu/vec_two.h"
@@ -25,41 +23,6 @@ struct BackwardRows {
   A mean_gh[kRowsPerBlock];  // mean over columns of g * h
   int64_t cols;
 };
-
-// Lane i is lane lane_of(i) of a, or of b from kLanes<float> on. lane_of captures nothing.
-template <class LaneOf>
-ONEPASS_INLINE Vec<float> choose_lanes(Vec<float> a, Vec<float> b, LaneOf) {
-  return [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-    return (Vec<float>)__builtin_shufflevector(a, b, LaneOf{}(i)...);
-  }(std::make_integer_sequence<int, kLanes<float>>());
-}
-
-// Lines of float32 in the order in which bfloat16 is unpacked by halves of words (cpu/vec_two.h):
-// of every two vectors the columns with even numbers, then those with odd ones. What is left after
-// the last two whole vectors keeps its order. `to` may be `from`.
-inline void to_halves_order(const float* from, int64_t cols, float* to) {
-  constexpr int kCount = kLanes<float>;
-  for (int64_t j = 0; j < cols; j += 2 * kCount) {
-    if (j + 2 * kCount > cols) {
-      if (to != from) std::copy(from + j, from + cols, to + j);
-      return;
-    }
-    const Vec<float> low = load<float>(from + j), high = load<float>(from + j + kCount);
-    store<float>(to + j, choose_lanes(low, high, [](int i) { return 2 * i; }));
-    store<float>(to + j + kCount, choose_lanes(low, high, [](int i) { return 2 * i + 1; }));
-  }
-}
-
-inline void from_halves_order(float* line, int64_t cols) {
-  constexpr int kCount = kLanes<float>;
-  for (int64_t j = 0; j + 2 * kCount <= cols; j += 2 * kCount) {
-    const Vec<float> even = load<float>(line + j), odd = load<float>(line + j + kCount);
-    store<float>(line + j, choose_lanes(even, odd, [](int i) { return i / 2 + i % 2 * kCount; }));
-    store<float>(line + j + kCount, choose_lanes(even, odd, [](int i) {
-                   return kCount / 2 + i / 2 + i % 2 * kCount;
-                 }));
-  }
-}
 
 // Second sweep over the columns [begin, end): dx, and the rows' share of dweight and dbias. kTwo:
 // two vectors at a time; weight, dweight and dbias have the order of to_halves_order, and begin is

@@ -7,6 +7,9 @@
 // with AVX-512, and 0.15 instead of 0.26 with AVX2.
 #pragma once
 
+#include <algorithm>
+#include <utility>
+
 #include "cpu/vec.h"
 
 namespace onepass::cpu {
@@ -81,16 +84,61 @@ ONEPASS_INLINE Two<A> load_two(const T* p) {
 ONEPASS_INLINE WordBits round_two(const Two<float>& v) {
 #if defined(__AVX512BF16__)
   return pairs_of(v.first, v.second);
+#elif defined(__AVX512F__)
+  // Both at once: the halves that stay, and those that are rounded off. A number is rounded up if
+  // the latter is more than a half, or a half and the former is odd.
+  const __m512i one = _mm512_set1_epi16(1);
+  const auto high = (__m512i)blend_halves((WordBits)v.first >> 16, (WordBits)v.second);
+  const auto low = (__m512i)blend_halves((WordBits)v.first, (WordBits)v.second << 16);
+  constexpr int kLowOrOdd = 0xf8;  // low | (high & one)
+  const __mmask32 up = _mm512_cmpgt_epu16_mask(_mm512_ternarylogic_epi32(low, high, one, kLowOrOdd),
+                                               _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  // Of a NaN 0x7fff the sum stays as it is, of a NaN 0xffff the maximum.
+  return (WordBits)_mm512_mask_max_epu16(high, up, high, _mm512_adds_epi16(high, one));
 #else
   const auto rounded = [](Vec<float> x) {
     const WordBits bits = (WordBits)x;
     const WordBits half = 0x7fffu + ((bits >> 16) & 1u);
     // The carry would make another number of a NaN.
-    if constexpr (kChoosesByMask) return x == x ? bits + half : bits;
     return bits + (half & (WordBits)(x == x));
   };
   return blend_halves(rounded(v.first) >> 16, rounded(v.second));
 #endif
+}
+
+// Lane i is lane lane_of(i) of a, or of b from kLanes<float> on. lane_of captures nothing.
+template <class LaneOf>
+ONEPASS_INLINE Vec<float> choose_lanes(Vec<float> a, Vec<float> b, LaneOf) {
+  return [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    return (Vec<float>)__builtin_shufflevector(a, b, LaneOf{}(i)...);
+  }(std::make_integer_sequence<int, kLanes<float>>());
+}
+
+// Lines of float32 in the order in which load_two unpacks bfloat16:
+// of every two vectors the columns with even numbers, then those with odd ones. What is left after
+// the last two whole vectors keeps its order. `to` may be `from`.
+inline void to_halves_order(const float* from, int64_t cols, float* to) {
+  constexpr int kCount = kLanes<float>;
+  for (int64_t j = 0; j < cols; j += 2 * kCount) {
+    if (j + 2 * kCount > cols) {
+      if (to != from) std::copy(from + j, from + cols, to + j);
+      return;
+    }
+    const Vec<float> low = load<float>(from + j), high = load<float>(from + j + kCount);
+    store<float>(to + j, choose_lanes(low, high, [](int i) { return 2 * i; }));
+    store<float>(to + j + kCount, choose_lanes(low, high, [](int i) { return 2 * i + 1; }));
+  }
+}
+
+inline void from_halves_order(float* line, int64_t cols) {
+  constexpr int kCount = kLanes<float>;
+  for (int64_t j = 0; j + 2 * kCount <= cols; j += 2 * kCount) {
+    const Vec<float> even = load<float>(line + j), odd = load<float>(line + j + kCount);
+    store<float>(line + j, choose_lanes(even, odd, [](int i) { return i / 2 + i % 2 * kCount; }));
+    store<float>(line + j + kCount, choose_lanes(even, odd, [](int i) {
+                   return kCount / 2 + i / 2 + i % 2 * kCount;
+                 }));
+  }
 }
 
 // Whether a store can go past the caches; its address must be a multiple of kVectorBytes.

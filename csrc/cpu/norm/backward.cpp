@@ -118,10 +118,6 @@ bool is_direct(const NormBackward& args) {
   return args.dresidual && args.dresidual_dtype == args.x_dtype;
 }
 
-// Least tokens that share a weight and sums whose order is changed: with a scale for each token the
-// change costs more than it saves.
-constexpr int64_t kLeastOrderedTokens = 4;
-
 // in_halves: where all tensors of rows are bfloat16.
 template <class A>
 BackwardKernels<A> path_of(const NormBackward& args, bool direct, bool in_halves) {

@@ -51,12 +51,25 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
     A centre = sum_of_lanes<A>(first_sum) / static_cast<A>(first);
     for (bool again = false;; again = true) {
       const Vec<A> from = broadcast<A>(centre);
-      const auto [deviation, squares] =
-          sum_columns<A, 2>(cols, [&](Vec<A>* sum, int64_t j, auto count) {
-            const Vec<A> d = keep_lanes<A>(load<A>(x + j, count) - from, count);
-            sum[0] += d;
-            sum[1] = fma<A>(d, d, sum[1]);
-          });
+      const auto add = [&](Vec<A>* sum, Vec<A> d) __attribute__((always_inline)) {
+        sum[0] += d;
+        sum[1] = fma<A>(d, d, sum[1]);
+      };
+      const auto one = [&](Vec<A>* sum, int64_t j, auto count) __attribute__((always_inline)) {
+        add(sum, keep_lanes<A>(load<A>(x + j, count) - from, count));
+      };
+      const auto two = [&](Vec<A>* sum, int64_t j) __attribute__((always_inline)) {
+        const Two<A> v = load_two<true, A>(x + j);
+        add(sum, v.first - from);
+        add(sum, v.second - from);
+      };
+      const auto [deviation, squares] = [&] {
+        if constexpr (__is_same(X, BFloat16)) {
+          return sum_twos<A, 2>(cols, two, one);
+        } else {
+          return sum_columns<A, 2>(cols, one);
+        }
+      }();
       const double correction = deviation / n;
       const double variance = squares / n - correction * correction;
       const A mean = static_cast<A>(centre + correction);
@@ -80,7 +93,8 @@ struct ForwardRows {
   double eps;
 };
 
-template <class A, class X, class Y, bool kRms, bool kBias, int kRows>
+// kTwo: two vectors at a time; weight and bias have the order of to_halves_order.
+template <class A, class X, class Y, bool kRms, bool kBias, int kRows, bool kTwo>
 void norm_forward_kernel(const ForwardRows<A>& rows) {
   const X* x[kRows];
   Y* y[kRows];
@@ -96,16 +110,38 @@ void norm_forward_kernel(const ForwardRows<A>& rows) {
     rstd[r] = broadcast<A>(moments.rstd);
   }
   // scalar: y[r][j] = (x[r][j] - mean[r]) * rstd[r] * weight[j] + bias[j]
-  for_each_vector<A>(0, rows.cols, [&](int64_t j, auto count) {
-    const Vec<A> weight = load<A>(rows.weight + j, count);
-    Vec<A> bias = {};
-    if constexpr (kBias) bias = load<A>(rows.bias + j, count);
+  // V is Vec<A> or Two<A>: load_as(address) gives one, store_as(address, V) writes one.
+  const auto columns = [&]<class V>(int64_t j, auto&& load_as,
+                                    auto&& store_as) __attribute__((always_inline)) {
+    const V weight = load_as(rows.weight + j);
+    V bias = {};
+    if constexpr (kBias) bias = load_as(rows.bias + j);
     for (int r = 0; r < kRows; ++r) {
-      const Vec<A> v = load<A>(x[r] + j, count);
-      const Vec<A> normalized = kRms ? v * rstd[r] : (v - mean[r]) * rstd[r];
-      store<A>(y[r] + j, kBias ? fma<A>(normalized, weight, bias) : normalized * weight, count);
+      store_as(y[r] + j, each<A>(
+                             [&](Vec<A> v, Vec<A> w, Vec<A> b) __attribute__((always_inline)) {
+                               const Vec<A> normalized = (kRms ? v : v - mean[r]) * rstd[r];
+                               return kBias ? fma<A>(normalized, w, b) : normalized * w;
+                             },
+                             load_as(x[r] + j), weight, bias));
     }
-  });
+  };
+  const auto one = [&](int64_t j, auto count) __attribute__((always_inline)) {
+    columns.template operator()<Vec<A>>(
+        j, [&](const auto* p) { return load<A>(p, count); },
+        [&](auto* p, Vec<A> v) { store<A>(p, v, count); });
+  };
+  if constexpr (kTwo) {
+    for_each_two<A>(
+        rows.cols,
+        [&](int64_t j) __attribute__((always_inline)) {
+          columns.template operator()<Two<A>>(
+              j, [&](const auto* p) { return load_two<false, A>(p); },
+              [&](auto* p, const Two<A>& v) { store_two<false, A>(p, v); });
+        },
+        one);
+  } else {
+    for_each_vector<A>(0, rows.cols, one);
+  }
 }
 
 // residual_out = residual + dropout(input), one row.
@@ -136,14 +172,26 @@ template <class A>
 struct ForwardKernels {
   void (*block)(const ForwardRows<A>&);
   void (*single)(const ForwardRows<A>&);
+  bool in_halves;  // weight and bias have the order of to_halves_order
+
+  // `line` (cols,) as the kernels take it; `buffer` (cols,) may be `line`.
+  const A* ordered(const A* line, int64_t cols, A* buffer) const {
+    if constexpr (sizeof(A) == 4) {
+      if (in_halves) {
+        to_halves_order(line, cols, buffer);
+        return buffer;
+      }
+    }
+    return line;
+  }
 };
 
-template <class A, class X, class Y>
+template <class A, class X, class Y, bool kTwo>
 ForwardKernels<A> kernels_of(const NormForward& args) {
   return visit_bool(args.kind == NormKind::kRms, [&]<bool kRms>() {
     return visit_bool(args.bias != nullptr, [&]<bool kBias>() -> ForwardKernels<A> {
-      return {norm_forward_kernel<A, X, Y, kRms, kBias, kRowsPerBlock>,
-              norm_forward_kernel<A, X, Y, kRms, kBias, 1>};
+      return {norm_forward_kernel<A, X, Y, kRms, kBias, kRowsPerBlock, kTwo>,
+              norm_forward_kernel<A, X, Y, kRms, kBias, 1, kTwo>, kTwo};
     });
   });
 }
@@ -157,13 +205,22 @@ struct ForwardPath {
   AddBranchRow<A> add_branch_row = nullptr;
 };
 
+// The dtype of what is normed.
+DType x_dtype_of(const NormForward& args) {
+  return args.residual ? args.residual_out_dtype : args.input_dtype;
+}
+
+// in_halves: where x and output are bfloat16.
 template <class A>
-ForwardPath<A> path_of(const NormForward& args) {
+ForwardPath<A> path_of(const NormForward& args, bool in_halves) {
   ForwardPath<A> path;
-  const DType x_dtype = args.residual ? args.residual_out_dtype : args.input_dtype;
-  path.kernels = visit_numbers<A>(x_dtype, [&]<class X>() {
-    return visit_numbers<A>(args.output_dtype,
-                            [&]<class Y>() { return kernels_of<A, X, Y>(args); });
+  path.kernels = visit_numbers<A>(x_dtype_of(args), [&]<class X>() {
+    return visit_numbers<A>(args.output_dtype, [&]<class Y>() {
+      if constexpr (__is_same(X, BFloat16) && __is_same(X, Y)) {
+        if (in_halves) return kernels_of<A, X, Y, true>(args);
+      }
+      return kernels_of<A, X, Y, false>(args);
+    });
   });
   path.add_row = visit_numbers<A>(args.input_dtype, [&]<class T>() {
     return visit_numbers<A>(args.residual_dtype, [&]<class R>() {
@@ -190,9 +247,8 @@ int64_t accumulator_size_of(const NormForward& args) {
 }
 
 int rows_per_block_of(const NormForward& args) {
-  const DType x_dtype = args.residual ? args.residual_out_dtype : args.input_dtype;
   const int64_t shared = (args.bias ? 2 : 1) * accumulator_size_of(args);
-  return rows_per_block(args.cols, size_of(x_dtype) + size_of(args.output_dtype) + shared);
+  return rows_per_block(args.cols, size_of(x_dtype_of(args)) + size_of(args.output_dtype) + shared);
 }
 
 template <class A>
@@ -248,13 +304,17 @@ struct ForwardLayout {
 template <class A>
 void run(const NormForward& args, const Plan& plan, const ForwardLayout& layout, void* workspace,
          const Context& context) {
+  const ForwardPath<A> path = path_of<A>(args, true);
   A* const buffer = static_cast<A*>(workspace);
-  const A* weight =
-      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer);
-  const A* bias = args.bias ? widened<A>(args.bias, args.bias_dtype, 0.0, 0.0, args.cols,
-                                         buffer + layout.bias / sizeof(A))
-                            : nullptr;
-  const ForwardPath<A> path = path_of<A>(args);
+  const A* weight = path.kernels.ordered(
+      widened<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, args.cols, buffer),
+      args.cols, buffer);
+  const A* bias = nullptr;
+  if (args.bias) {
+    A* own = buffer + layout.bias / sizeof(A);
+    bias = path.kernels.ordered(widened<A>(args.bias, args.bias_dtype, 0.0, 0.0, args.cols, own),
+                                args.cols, own);
+  }
   const Dropout dropout = args.seed ? make_dropout(args.seed, args.dropout_p) : Dropout{};
   const Shared<A> shared{weight, bias};
   for_each_piece(context, plan.threads, args.rows, [&](int64_t begin, int64_t end) {
@@ -265,7 +325,7 @@ void run(const NormForward& args, const Plan& plan, const ForwardLayout& layout,
 template <class A>
 void run_modulated(const ModulatedNormForward& args, const Plan& plan, const ForwardLayout& layout,
                    void* workspace, const Context& context) {
-  ForwardPath<A> path = path_of<A>(args);
+  ForwardPath<A> path = path_of<A>(args, args.tokens >= kLeastOrderedTokens);
   path.add_branch_row =
       branch_row_of<A>(args.input_dtype, args.residual_dtype, args.residual_out_dtype);
   const bool scales_branch = args.gate || args.row_scale || args.seed;
@@ -279,11 +339,16 @@ void run_modulated(const ModulatedNormForward& args, const Plan& plan, const For
       last = std::min(end, (group + 1) * args.tokens);
       const RowIndex index = row_index(args.group_size, group);
       Shared<A> shared{};
-      shared.weight = widened_row<A>(args.weight, args.weight_dtype, args.weight_offset, 1.0, index,
-                                     args.scale_stride, args.cols, own);
+      shared.weight =
+          path.kernels.ordered(widened_row<A>(args.weight, args.weight_dtype, args.weight_offset,
+                                              1.0, index, args.scale_stride, args.cols, own),
+                               args.cols, own);
       if (args.bias) {
-        shared.bias = widened_row<A>(args.bias, args.bias_dtype, 0.0, 0.0, index, args.shift_stride,
-                                     args.cols, own + row_size);
+        A* bias = own + row_size;
+        shared.bias =
+            path.kernels.ordered(widened_row<A>(args.bias, args.bias_dtype, 0.0, 0.0, index,
+                                                args.shift_stride, args.cols, bias),
+                                 args.cols, bias);
       }
       if (scales_branch) {
         shared.gate = widened_row<A>(args.gate, args.gate_dtype, 0.0, 1.0, index, args.gate_stride,
@@ -305,9 +370,11 @@ int64_t forward_row_bytes(const NormForward& args) {
 Plan plan_norm_forward(const NormForward& args, const Machine& machine, ForwardLayout& layout) {
   const int64_t accumulator_size = accumulator_size_of(args);
   layout.row_bytes = padded_bytes(args.cols, accumulator_size);
+  const bool orders = x_dtype_of(args) == DType::kBFloat16 && args.output_dtype == DType::kBFloat16;
   const bool widens_weight =
-      !is_wide(args.weight, args.weight_dtype, args.weight_offset, accumulator_size);
-  const bool widens_bias = args.bias && !is_wide(args.bias, args.bias_dtype, 0.0, accumulator_size);
+      orders || !is_wide(args.weight, args.weight_dtype, args.weight_offset, accumulator_size);
+  const bool widens_bias =
+      args.bias && (orders || !is_wide(args.bias, args.bias_dtype, 0.0, accumulator_size));
   layout.bias = widens_weight ? layout.row_bytes : 0;
   const int64_t rate = args.seed ? kRandomBytes : kBytes;
   const int64_t threads =
