@@ -134,6 +134,17 @@ ONEPASS_INLINE Vec<float> larger(Vec<float> a, Vec<float> b) {
 #endif
 }
 
+// The smaller of two by one instruction; b where either is NaN.
+ONEPASS_INLINE Vec<float> smaller(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // Whether a choice between two vectors by a comparison costs the comparison alone. Elsewhere it is
 // up to three instructions more.
 #if defined(__AVX512F__)

@@ -39,12 +39,15 @@ struct Exponent {
   Vec<float> whole, rest;
 };
 
+#if defined(__AVX512F__)
+inline constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+#endif
+
 // |x| below 2^10. ln 2 as float32 alone is off by 2e-9, so the result by 4 ulp at exp(87).
 ONEPASS_INLINE Exponent exponent_of(Vec<float> x) {
   const Vec<float> t = x * broadcast<float>(1.44269504088896341f);
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-  constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   const auto whole = (Vec<float>)_mm512_roundscale_ps((__m512)t, kDown);
 #else
   const auto whole = (Vec<float>)_mm256_floor_ps((__m256)t);
@@ -57,6 +60,26 @@ ONEPASS_INLINE Exponent exponent_of(Vec<float> x) {
   const Vec<float> high = whole * broadcast<float>(0x1.62ep-1f);
   const Vec<float> low = whole * broadcast<float>(0x1.0bfbe8p-15f);
   return {whole, x - high - low};
+#endif
+}
+
+// 2^t is p(rest) * 2^whole, where p is 2^r on [0, 1]; scale_by_power_of_two rounds `whole` down
+// where it is not. |t| below 2^10, or where kSplitsEveryNumber any.
+#if defined(__AVX512F__)
+inline constexpr bool kSplitsEveryNumber = true;
+#else
+inline constexpr bool kSplitsEveryNumber = false;
+#endif
+ONEPASS_INLINE Exponent binary_exponent_of(Vec<float> t) {
+#if defined(__AVX512F__)
+  return {t, (Vec<float>)_mm512_reduce_ps((__m512)t, kDown)};
+#elif defined(__AVX2__)
+  const auto whole = (Vec<float>)_mm256_floor_ps((__m256)t);
+  return {whole, t - whole};
+#else
+  const Vec<float> magic = broadcast<float>(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+  const Vec<float> whole = (t - broadcast<float>(0.5f)) + magic - magic;
+  return {whole, t - whole};
 #endif
 }
 

@@ -19,6 +19,10 @@ namespace {
 template <class D, class X>
 inline constexpr bool kTwo = __is_same(D, X) && sizeof(X) == 2;
 
+// The one with more digits.
+template <class T, class U>
+using Wider = std::conditional_t<(sizeof(T) >= sizeof(U)), T, U>;
+
 // {sum of dz, sum of dz * h} of a channel's part; dz goes to `kept` unless that is null, two
 // vectors at a time in the order of x.
 template <class A, class D, class X, bool kSilu>
@@ -31,7 +35,7 @@ std::array<A, 2> run_gradients(const void* doutput_, const void* x_, int64_t cou
   // Adds dz and dz * (x - mean) to the sums; returns dz. V is Vec<A> or Two<A>.
   const auto add = [&]<class V>(Vec<A>* sum, V d, const V& of_x) __attribute__((always_inline)) {
     const V centred = each<A>([&](Vec<A> v) { return v - mean; }, of_x);
-    if constexpr (kSilu) d = times_silu_slope<A>(d, z_of<A>(centred, scale, bias));
+    if constexpr (kSilu) d = times_silu_slope<A, Wider<D, X>>(d, z_of<A>(centred, scale, bias));
     return each<A>(
         [&](Vec<A> dz, Vec<A> v) {
           sum[0] += dz;
@@ -85,7 +89,7 @@ void pixel_gradients(const void* doutput_, int64_t doutput_stride, const void* x
           const Vec<A> centred = load<A>(x_rows + p * x_stride + j, lanes) - mean;
           Vec<A> d = load<A>(d_rows + p * doutput_stride + j, lanes);
           if constexpr (kSilu) {
-            d = times_silu_slope<A>(d, z_of<A>(centred, scale, bias));
+            d = times_silu_slope<A, Wider<D, X>>(d, z_of<A>(centred, scale, bias));
             if (kept) store<A>(kept + (begin + pixel + p) * channels + j, d, lanes);
           }
           sum += d;
@@ -112,11 +116,11 @@ struct GradientTerms {
 // scalar: dz = doutput[j] * silu'((x[j] - mean) * (rstd * weight) + bias)
 //         dx[j] = (dz * weight - mean_g - (x[j] - mean) * (rstd * mean_gh)) * rstd
 // V is Vec<A> or Two<A>.
-template <class A, bool kSilu, class V>
+template <class A, class D, class X, bool kSilu, class V>
 ONEPASS_INLINE V gradient_of(V d, const V& x, const GradientTerms<A>& of) {
   const V centred = each<A>([&](Vec<A> v) { return v - of.mean; }, x);
   if constexpr (kSilu) {
-    d = times_silu_slope<A>(d, z_of<A>(centred, of.rstd * of.weight, of.bias));
+    d = times_silu_slope<A, Wider<D, X>>(d, z_of<A>(centred, of.rstd * of.weight, of.bias));
   }
   const Vec<A> slope = of.rstd * of.mean_gh;
   return each<A>(
@@ -143,14 +147,14 @@ void run_dinput(const void* doutput_, const void* x_, void* dx_, int64_t count,
   };
   const auto one = [&](int64_t j, auto lanes) {
     const Vec<A> d = load<A>(doutput + j, lanes), v = load<A>(x + j, lanes);
-    store<A>(dx + j, gradient_of<A, kSilu>(d, v, of), lanes);
+    store<A>(dx + j, gradient_of<A, D, X, kSilu>(d, v, of), lanes);
   };
   if constexpr (kInTwos) {
     for_each_two<A>(
         count,
         [&](int64_t j) {
           const Two<A> d = load_two<false, A>(doutput + j), v = load_two<false, A>(x + j);
-          store_two<false, A>(dx + j, gradient_of<A, kSilu>(d, v, of));
+          store_two<false, A>(dx + j, gradient_of<A, D, X, kSilu>(d, v, of));
         },
         one);
   } else {
@@ -179,7 +183,7 @@ void pixel_dinput(const void* doutput_, int64_t doutput_stride, const void* x_, 
         prefetch_ahead(doutput + (pixel + p) * doutput_stride + j);
         const Vec<A> d = load<A>(doutput + (pixel + p) * doutput_stride + j, lanes);
         const Vec<A> v = load<A>(x + (pixel + p) * x_stride + j, lanes);
-        store<A>(dx + (pixel + p) * channels + j, gradient_of<A, kSilu>(d, v, terms), lanes);
+        store<A>(dx + (pixel + p) * channels + j, gradient_of<A, D, X, kSilu>(d, v, terms), lanes);
       }
     });
   });

@@ -119,10 +119,10 @@ void pixel_moments(const void* part, int64_t pixels, int64_t stride, int64_t cha
 
 // scalar: y[j] = silu((x[j] - mean) * (rstd * weight) + bias)
 // V is Vec<A> or Two<A>.
-template <class A, bool kSilu, class V>
+template <class A, class Y, bool kSilu, class V>
 ONEPASS_INLINE V output_of(const V& x, Vec<A> mean, Vec<A> scale, Vec<A> bias) {
   const V z = z_of<A>(each<A>([&](Vec<A> v) { return v - mean; }, x), scale, bias);
-  if constexpr (kSilu) return silu<A>(z);
+  if constexpr (kSilu) return silu<A, Y>(z);
   return z;
 }
 
@@ -138,7 +138,7 @@ void run_output(const void* x_, void* y_, int64_t count, const Channel<A>& chann
   const Vec<A> scale = broadcast<A>(channel.rstd * channel.weight);
   const auto one = [&](int64_t j, auto lanes) {
     if (ahead > 0) __builtin_prefetch(x + j + ahead, 0, 2);
-    store<A>(y + j, output_of<A, kSilu>(load<A>(x + j, lanes), mean, scale, bias), lanes);
+    store<A>(y + j, output_of<A, Y, kSilu>(load<A>(x + j, lanes), mean, scale, bias), lanes);
   };
   if constexpr (kSameOrder<X, Y>) {
     for_each_two<A>(
@@ -149,7 +149,7 @@ void run_output(const void* x_, void* y_, int64_t count, const Channel<A>& chann
             if constexpr (sizeof(X) == 4) __builtin_prefetch(x + j + kLanes<A> + ahead, 0, 2);
           }
           const Two<A> v = load_two<false, A>(x + j);
-          store_two<false, A>(y + j, output_of<A, kSilu>(v, mean, scale, bias));
+          store_two<false, A>(y + j, output_of<A, Y, kSilu>(v, mean, scale, bias));
         },
         one);
   } else {
@@ -169,7 +169,8 @@ void pixel_output(const void* x_, int64_t x_stride, void* y_, int64_t pixels, in
       for (int p = 0; p < count; ++p) {
         prefetch_ahead(x + (pixel + p) * x_stride + j);
         const Vec<A> v = load<A>(x + (pixel + p) * x_stride + j, lanes);
-        store<A>(y + (pixel + p) * channels + j, output_of<A, kSilu>(v, mean, scale, bias), lanes);
+        store<A>(y + (pixel + p) * channels + j, output_of<A, Y, kSilu>(v, mean, scale, bias),
+                 lanes);
       }
     });
   });
