@@ -143,6 +143,21 @@ def test_silu_keeps_its_digits(last):
 
 @everywhere
 @orders
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_silu_is_rounded_once_to_16_bits(dtype, last):
+    """The error of a 16-bit result is half a unit of its last digit, and a fiftieth of that."""
+    case = make((1, 256, 3, 3), 2, dtype, "silu", last=last)
+    case.tensors[1] = torch.zeros_like(case.tensors[1])
+    case.tensors[2] = torch.linspace(-85.0, 10.0, 256).to(dtype)
+    found, exact = results(case.ours, case), results(case.torchs, case, double=True)
+    half, smallest = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal
+    torch.testing.assert_close(
+        found["output"].double(), exact["output"], rtol=1.02 * half, atol=1.02 * half * smallest
+    )
+
+
+@everywhere
+@orders
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 @pytest.mark.parametrize("bias", [-1e3, -100.0, -95.0, -88.5, -80.0, -20.0, 20.0, 90.0, 1e3])
 def test_silu_of_every_size(bias, dtype, last):

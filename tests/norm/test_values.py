@@ -438,6 +438,18 @@ def test_gradients_of_a_not_finite_row_stay_in_it(rms, residual, value):
 
 
 @everywhere
+@rms_or_layer
+def test_bfloat16_results_of_any_nan(rms):
+    """Whatever the digits of a NaN, rounding leaves it one: 0x7fffffff is CUDA's."""
+    case = make(rms, 3, 200, BF16, weight_dtype=F32)
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FFF8001, 0x7FC00000, -0x8000 + 1])
+    case.weight = case.weight.clone()
+    case.weight[5::39] = bits.to(torch.int32).view(F32)
+    y = outputs_and_gradients(case.ours, case)[0]["y"]
+    assert torch.equal(y.isnan(), case.weight.isnan().expand_as(y))
+
+
+@everywhere
 @kinds
 def test_squares_beyond_float16(rms, residual):
     """Elements of 20,000: their squares, and the sum of 300 of them, exist in float32 only."""
