@@ -63,7 +63,7 @@ ONEPASS_INLINE Moments<A> moments_of(const X* x, int64_t cols, double eps) {
         add(sum, v.first - from);
         add(sum, v.second - from);
       };
-      const auto [deviation, squares] = [&] {
+      const auto [deviation, squares] = [&]() __attribute__((always_inline)) {
         if constexpr (__is_same(X, BFloat16)) {
           return sum_twos<A, 2>(cols, two, one);
         } else {
