@@ -53,6 +53,13 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def unfolded(monkeypatch):
+    """Reports have lines of any length, unless a test says otherwise: in pytest's parallel workers
+    COLUMNS is 80."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def few_draws(nothing_left_behind, monkeypatch):
     """Probes of other libraries' norms take few draws, except in tests of the probe.
 
