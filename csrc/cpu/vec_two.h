@@ -137,9 +137,9 @@ ONEPASS_INLINE Vec<float> choose_lanes(Vec<float> a, Vec<float> b, LaneOf) {
   }(std::make_integer_sequence<int, kLanes<float>>());
 }
 
-// Lines of float32 in the order in which load_two unpacks bfloat16:
-// of every two vectors the columns with even numbers, then those with odd ones. What is left after
-// the last two whole vectors keeps its order. `to` may be `from`.
+// Lines of float32 in the order in which load_two unpacks bfloat16: of every two vectors the
+// columns with even numbers, then those with odd ones. What is left after the last two whole
+// vectors keeps its order. `to` may be `from`.
 inline void to_halves_order(const float* from, int64_t cols, float* to) {
   constexpr int kCount = kLanes<float>;
   for (int64_t j = 0; j < cols; j += 2 * kCount) {

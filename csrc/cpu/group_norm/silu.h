@@ -73,7 +73,7 @@ ONEPASS_INLINE V silu(const V& x) {
                  x, e);
 }
 
-// upstream * silu'(x), as well.
+// upstream * silu'(x). V and T as for silu().
 template <class A, class T, class V>
 ONEPASS_INLINE V times_silu_slope(const V& upstream, const V& x) {
   const Vec<A> one = broadcast<A>(A(1));
