@@ -1,6 +1,7 @@
 """`onepass profile-swap`: measurements, advice, the command."""
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -88,7 +89,7 @@ def test_a_kind_that_is_slow_is_left_out_and_that_is_proven(monkeypatch, peaks_o
     assert found.milliseconds_bought("swapped: dropout").median > -100
     assert found.advice.leave_out == ("norm",) and found.advice.keep == ("dropout",)
     assert found.advice.ratio.low > 1.0 and found.advice.proven
-    assert report.sentence(found).startswith(("Leave out norm: the swap without is", "No gain"))
+    assert report.sentence(found).startswith(("Leave out norm", "Do not swap", "No gain"))
 
 
 def test_the_steps_run_on_what_their_variant_says_and_the_model_ends_as_it_was(
@@ -166,53 +167,98 @@ def timing_of(**milliseconds):
     return Timing({n: [ms / 1e3 for ms in taken] for n, taken in times.items()}, ones, ones)
 
 
-def profile_of(timing, peaks, ratio=None):
+def profile_of(timing, peaks, ratio=None, times_stock=None):
     kinds = tuple(name.partition(": ")[2] for name in timing.times if ": " in name)
     variants = {n: measure.Variant(None, 0, 0, peak) for n, peak in peaks.items()}
-    found = measure.advise(kinds, timing, peaks)
-    advice = measure.Advice(found.keep, found.leave_out, found.memory, ratio)
+    found = measure.advise(kinds, timing)
+    advice = measure.Advice(found.keep, found.leave_out, ratio, times_stock)
     return measure.Profile(None, 1, timing, variants, {}, advice)
 
 
-def peaks_of(timing, **bytes_of_kinds):
-    peaks = dict.fromkeys(timing.times, 1000)
-    return peaks | {of_kinds((kind,)): count for kind, count in bytes_of_kinds.items()}
+def peaks_of(timing, **mebibytes_of_kinds):
+    peaks = dict.fromkeys(timing.times, 1000 * MIB)
+    return peaks | {of_kinds((kind,)): count * MIB for kind, count in mebibytes_of_kinds.items()}
+
+
+FASTER, SLOWER, NEITHER = (report.Interval(m, m - 0.1, m + 0.1) for m in (1.2, 0.8, 1.01))
 
 
 def test_what_is_slower_is_left_out():
     timing = timing_of(all=80, norm=90, mlp=120, loss=100)
-    found = profile_of(timing, peaks_of(timing), report.Interval(1.2, 1.1, 1.3))
+    found = profile_of(timing, peaks_of(timing), FASTER, FASTER)
     assert found.advice.leave_out == ("mlp",) and found.advice.keep == ("norm", "loss")
     assert report.sentence(found) == (
-        "Leave out mlp: the swap without is 1.200x [1.100-1.300] as fast as all."
+        "Leave out mlp: the swap without is 1.200x [1.100-1.300] as fast as all, and "
+        "1.200x [1.100-1.300] as fast as stock."
     )
     assert report.call(found) == "onepass.swap(model, kinds=('norm', 'loss'))"
 
 
 def test_what_is_not_proven_stays():
     timing = timing_of(all=80, norm=90, mlp=120)
-    found = profile_of(timing, peaks_of(timing), report.Interval(1.01, 0.99, 1.03))
+    found = profile_of(timing, peaks_of(timing), NEITHER, FASTER)
     assert report.sentence(found).startswith("Slower alone: mlp; but the swap without is 1.010x")
     assert report.call(found) == "onepass.swap(model)"
 
 
-def test_what_saves_memory_is_kept_and_named():
+def test_what_saves_memory_is_named_with_its_figures():
     timing = timing_of(all=80, norm=90, mlp=120)
-    for peak, memory_of in ((990, ("mlp",)), (991, ())):  # a saving of 1 % counts
-        found = profile_of(timing, peaks_of(timing, mlp=peak))
-        assert found.advice.memory == memory_of
-        assert found.advice.leave_out == (() if memory_of else ("mlp",))
-        if memory_of:
-            assert "mlp: costs time and saves memory" in report.sentence(found)
-            assert report.call(found) == "onepass.swap(model)"
+    for peak, saving in ((990, ("mlp",)), (991, ())):  # a saving of 1 % counts
+        found = profile_of(timing, peaks_of(timing, mlp=peak), FASTER, FASTER)
+        assert found.saving == saving and found.advice.leave_out == ("mlp",)
+        assert report.call(found) == "onepass.swap(model, kinds=('norm',))"
+        told = "Where memory is short: mlp alone lowers the peak by 10.0 MiB (1 %) and is 0.834x"
+        assert (told in report.sentence(found)) is bool(saving)
+
+
+def test_a_saving_below_a_mebibyte_is_none():
+    timing = timing_of(all=80, norm=90, mlp=120)
+    peaks = {name: peak // 1000 for name, peak in peaks_of(timing, mlp=500).items()}
+    assert profile_of(timing, peaks, FASTER, FASTER).saving == ()
+
+
+def test_a_model_that_loses_is_not_swapped():
+    """All kinds and each kind but one are slower; the one makes no difference."""
+    timing = timing_of(all=110, norm=104, attention=108, dropout=100)
+    found = profile_of(timing, peaks_of(timing, norm=900), FASTER, NEITHER)
+    assert found.advice.keep == ("dropout",) and report.call(found) is None
+    assert report.sentence(found) == (
+        "Do not swap this model: it would be 0.910x [0.909-0.910] as fast. Where memory is short: "
+        "norm alone lowers the peak by 100.0 MiB (10 %) and is 0.962x [0.962-0.962] as fast."
+    )
 
 
 def test_a_model_that_gains_nothing_is_not_swapped():
-    for milliseconds in (100, 120):
-        timing = timing_of(all=milliseconds, norm=milliseconds, mlp=120)
-        found = profile_of(timing, peaks_of(timing), report.Interval(1.2, 1.1, 1.3))
-        assert report.sentence(found) == "No gain measured: do not swap this model for speed."
-        assert report.call(found) is None
+    timing = timing_of(all=100, norm=100, mlp=120)
+    found = profile_of(timing, peaks_of(timing), FASTER, SLOWER)
+    assert report.sentence(found) == (
+        "No gain measured, 1.000x [1.000-1.000]: do not swap this model for speed."
+    )
+    assert report.call(found) is None
+
+
+def test_a_kind_that_gains_alone_where_all_together_do_not():
+    timing = timing_of(all=100, norm=90, attention=100)
+    found = profile_of(timing, peaks_of(timing))
+    assert report.sentence(found) == "Swap norm alone: 1.111x [1.110-1.111] as fast."
+    assert report.call(found) == "onepass.swap(model, kinds=('norm',))"
+
+
+@pytest.mark.parametrize("all_, norm", list(itertools.product((90, 100, 110), repeat=2)))
+@pytest.mark.parametrize("mlp", [90, 100, 110])
+@pytest.mark.parametrize("rest", [FASTER, SLOWER, NEITHER])
+def test_no_swap_is_advised_that_was_not_measured_to_gain(all_, norm, mlp, rest):
+    timing = timing_of(all=all_, norm=norm, mlp=mlp)
+    left_out = 0 < (norm > 100) + (mlp > 100) < 2
+    proof = (FASTER, rest) if left_out else ()
+    found = profile_of(timing, peaks_of(timing, norm=1, mlp=1), *proof)
+    gains = {found.kinds: all_ < 100, ("norm",): norm < 100, ("mlp",): mlp < 100, (): True}
+    if left_out:  # the second measurement of what is kept counts
+        gains[found.advice.keep] = rest is FASTER
+    assert gains[found.swaps]
+    assert bool(found.swaps) is any(gains[kinds] for kinds in gains if kinds)
+    assert (report.call(found) is None) is (not found.swaps)
+    assert report.sentence(found)
 
 
 def test_everything_pays():
@@ -278,7 +324,8 @@ def test_json_schema(outcome):
             assert bought["low"] <= bought["median"] <= bought["high"]
             assert variant["peak_bytes"] > 0
         assert list(profile["advice"]) == [
-            "leave_out", "keep", "where_memory_is_short", "ratio_to_all", "sentence", "call",
+            "leave_out", "keep", "where_memory_is_short", "ratio_to_all", "ratio_to_stock",
+            "sentence", "call",
         ]  # fmt: skip
 
 

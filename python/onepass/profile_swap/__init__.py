@@ -20,10 +20,12 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
   rounds), ``saved_bytes`` (kept by the forward for the backward), ``peak_bytes`` (of a step),
   ``pays`` (true, false: slower, null: no difference measured)
 - ``absent``: by kind, why nothing of it was swapped
-- ``advice``: ``{leave_out, keep, where_memory_is_short, ratio_to_all, sentence, call}``:
-  where_memory_is_short lists kinds that cost time and save memory; ratio_to_all is how many times
-  faster the swap of ``keep`` was than that of all kinds, in separate rounds, null where nothing
-  was left out; call is the line of Python to use, null where no swap pays
+- ``advice``: ``{leave_out, keep, where_memory_is_short, ratio_to_all, ratio_to_stock, sentence,
+  call}``: leave_out are the kinds that are slower than stock alone; where_memory_is_short lists
+  kinds that save memory and are not in call; ratio_to_all and ratio_to_stock are how many times
+  faster the swap of ``keep`` was than that of all kinds and than stock, in separate rounds, null
+  where nothing was left out; call is the line of Python to use, null where no swap was measured to
+  gain
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from onepass.swapping.matchers import KINDS
 SECONDS = 60.0  # rounds go on this long if the requested number takes less
 PROOF_SECONDS = 30.0  # the same for proofs of the kinds that are left out
 MAX_ROUNDS = 40
-WORTH = 0.01  # share of stock's peak from which memory counts as saved
+WORTH = 0.01  # share of stock's peak from which memory counts as saved,
+LEAST_SAVED = 1 << 20  # and bytes: peaks of two processes differ by less
 NONE_OF_IT = "the model has nothing of this kind"
 
 
@@ -48,9 +49,9 @@ class Advice:
     """The kinds to swap; see `advise`."""
 
     keep: tuple[str, ...]
-    leave_out: tuple[str, ...]
-    memory: tuple[str, ...]  # kept, slower than stock alone, and save memory
+    leave_out: tuple[str, ...]  # slower than stock alone
     ratio: Interval | None = None  # of the swap of kept kinds against that of all
+    times_stock: Interval | None = None  # of the swap of kept kinds, in the same rounds
 
     @property
     def proven(self) -> bool:
@@ -74,6 +75,47 @@ class Profile:
     def milliseconds_bought(self, name: str) -> Interval:
         found = self.timing.difference(STOCK, name)
         return Interval(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+
+    def saved_peak(self, name: str) -> int:
+        """The bytes by which a variant lowers the peak of a step."""
+        return self.variants[STOCK].peak_bytes - self.variants[name].peak_bytes
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of which the model has something."""
+        return self.advice.keep + self.advice.leave_out
+
+    @property
+    def whole(self) -> str:
+        """The variant in which all kinds are swapped; with one kind, it alone."""
+        return SWAPPED if SWAPPED in self.variants else of_kinds(self.kinds)
+
+    @property
+    def swaps(self) -> tuple[str, ...]:
+        """The kinds of the swap to use, which was measured to gain; empty: none was."""
+        advice = self.advice
+        rest = advice.times_stock is not None and verdict(advice.times_stock)
+        if rest and advice.proven:
+            return advice.keep
+        if verdict(self.times_stock(self.whole)):
+            return self.kinds
+        if rest:
+            return advice.keep
+        alone = {(kind,): self.times_stock(of_kinds((kind,))).low for kind in self.kinds}
+        if advice.times_stock is not None:
+            alone.pop(advice.keep, None)  # measured twice, and the second time it did not gain
+        best = max(alone, key=alone.__getitem__)
+        return best if alone[best] > 1.0 else ()
+
+    @property
+    def saving(self) -> tuple[str, ...]:
+        """The kinds that save memory and are not among `swaps`."""
+        least = max(LEAST_SAVED, WORTH * self.variants[STOCK].peak_bytes)
+        return tuple(
+            kind
+            for kind in self.kinds
+            if kind not in self.swaps and self.saved_peak(of_kinds((kind,))) >= least
+        )
 
 
 def verdict(times_stock: Interval) -> bool | None:
@@ -153,13 +195,12 @@ def profile(workload, settings: Settings, advance: Callable[[], None]) -> Profil
             advance()
         timing = turns.time(names, workload, SECONDS, advance)
         peak_bytes = peaks(names)
-        advice = advise(present, timing, peak_bytes)
+        advice = advise(present, timing)
         if advice.leave_out and advice.keep:
             rest = of_kinds(advice.keep)
             proof = turns.time([STOCK, SWAPPED, rest], workload, PROOF_SECONDS, advance)
-            advice = Advice(
-                advice.keep, advice.leave_out, advice.memory, proof.ratio(rest, SWAPPED)
-            )
+            ratios = proof.ratio(rest, SWAPPED), proof.ratio(rest, STOCK)
+            advice = Advice(advice.keep, advice.leave_out, *ratios)
         changed = {name: len(report.swapped) for name, report in turns.reports.items()}
     kinds = {STOCK: None, SWAPPED: present} | {of_kinds((kind,)): (kind,) for kind in present}
     variants = {
@@ -182,13 +223,7 @@ def _kinds(model: torch.nn.Module, settings: Settings) -> tuple[tuple[str, ...],
     return tuple(present), absent
 
 
-def advise(kinds: Sequence[str], timing: Timing, peak_bytes: dict[str, int]) -> Advice:
-    """Leaves out the kinds that are slower than stock alone, by the whole interval.
-
-    A kind that lowers the peak by WORTH of stock's is kept anyway, and named.
-    """
+def advise(kinds: Sequence[str], timing: Timing) -> Advice:
+    """Leaves out the kinds that are slower than stock alone, by the whole interval."""
     slower = [k for k in kinds if verdict(timing.ratio(of_kinds((k,)), STOCK)) is False]
-    least = (1 - WORTH) * peak_bytes[STOCK]
-    saving = tuple(kind for kind in slower if peak_bytes[of_kinds((kind,))] <= least)
-    leave_out = tuple(kind for kind in slower if kind not in saving)
-    return Advice(tuple(kind for kind in kinds if kind not in leave_out), leave_out, saving)
+    return Advice(tuple(kind for kind in kinds if kind not in slower), tuple(slower))

@@ -13,7 +13,7 @@ from onepass._tables import print_table
 from onepass.bench.harness import Interval
 from onepass.compare.report import label, number, subject
 from onepass.compare.settings import Settings
-from onepass.compare.variants import STOCK, SWAPPED
+from onepass.compare.variants import STOCK, SWAPPED, of_kinds
 from onepass.profile_swap.measure import Profile, verdict
 
 SCHEMA_VERSION = 1
@@ -75,8 +75,9 @@ def _profile_dict(profile: Profile) -> dict:
         "advice": {
             "leave_out": list(advice.leave_out),
             "keep": list(advice.keep),
-            "where_memory_is_short": list(advice.memory),
+            "where_memory_is_short": list(profile.saving),
             "ratio_to_all": advice.ratio and advice.ratio.to_dict(),
+            "ratio_to_stock": advice.times_stock and advice.times_stock.to_dict(),
             "sentence": sentence(profile),
             "call": call(profile),
         },
@@ -84,45 +85,52 @@ def _profile_dict(profile: Profile) -> dict:
 
 
 def call(profile: Profile) -> str | None:
-    """The line of Python that swaps the kinds that are kept; None: nothing pays."""
-    advice = profile.advice
-    if not _gains(profile):
+    """The line of Python that swaps the kinds that pay; None: no swap was measured to gain."""
+    if not profile.swaps:
         return None
-    if not (advice.leave_out and advice.proven):
+    if set(profile.swaps) == set(profile.kinds):
         return "onepass.swap(model)"
-    return f"onepass.swap(model, kinds={advice.keep!r})"
-
-
-def _gains(profile: Profile) -> bool:
-    """Whether any of the variants is faster than stock, or kept for its memory."""
-    swaps = (name for name in profile.variants if name != STOCK)
-    faster = any(verdict(profile.times_stock(name)) for name in swaps)
-    return bool(profile.advice.keep) and (faster or bool(profile.advice.memory))
+    return f"onepass.swap(model, kinds={profile.swaps!r})"
 
 
 def sentence(profile: Profile) -> str:
-    """The kinds to leave out, and how certain that is."""
-    advice = profile.advice
-    out = _listed(advice.leave_out)
-    if not _gains(profile):
-        found = "No gain measured: do not swap this model for speed."
-    elif not advice.leave_out:
-        found = "Nothing to leave out: no kind is slower alone."
-        if advice.memory:
-            found = "Nothing to leave out."
-    elif advice.proven:
-        found = f"Leave out {out}: the swap without is {_interval(advice.ratio)} as fast as all."
-    else:
-        found = (
-            f"Slower alone: {out}; but the swap without is {_interval(advice.ratio)} as fast as "
-            "all, so leaving out gains nothing measured."
+    """The kinds to leave out and how certain that is, or the advice against a swap."""
+    return " ".join([_of_speed(profile), *(_of_memory(profile, kind) for kind in profile.saving)])
+
+
+def _of_speed(profile: Profile) -> str:
+    advice, out = profile.advice, _listed(profile.advice.leave_out)
+    if not profile.swaps:
+        whole = profile.times_stock(profile.whole)
+        if verdict(whole) is False:
+            return f"Do not swap this model: it would be {_interval(whole)} as fast."
+        return f"No gain measured, {_interval(whole)}: do not swap this model for speed."
+    if not out and profile.swaps == profile.kinds:
+        return "Nothing to leave out: no kind is slower alone."
+    if profile.swaps not in (profile.kinds, advice.keep):
+        kind = of_kinds(profile.swaps)
+        return f"Swap {profile.swaps[0]} alone: {_interval(profile.times_stock(kind))} as fast."
+    if profile.swaps == advice.keep:
+        return (
+            f"Leave out {out}: the swap without is {_interval(advice.ratio)} as fast as all, and "
+            f"{_interval(advice.times_stock)} as fast as stock."
         )
-    if advice.memory:
-        found += (
-            f" {_listed(advice.memory)}: costs time and saves memory; leave out where memory is "
-            "not short."
-        )
-    return found
+    if advice.ratio is None:
+        whole = _interval(profile.times_stock(profile.whole))
+        return f"Slower alone: {out}; all together are {whole} as fast."
+    return (
+        f"Slower alone: {out}; but the swap without is {_interval(advice.ratio)} as fast as "
+        "all, so leaving out gains nothing measured."
+    )
+
+
+def _of_memory(profile: Profile, kind: str) -> str:
+    name = of_kinds((kind,))
+    saved, peak = profile.saved_peak(name), profile.variants[STOCK].peak_bytes
+    return (
+        f"Where memory is short: {kind} alone lowers the peak by {saved / MEBIBYTE:,.1f} MiB "
+        f"({100 * saved / peak:.0f} %) and is {_interval(profile.times_stock(name))} as fast."
+    )
 
 
 def _listed(kinds: tuple[str, ...]) -> str:
