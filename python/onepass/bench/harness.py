@@ -185,6 +185,7 @@ def measure_pairs(
     seconds: float = 0.5,
     max_rounds: int = MAX_ROUNDS,
     batch_seconds: float = BATCH_SECONDS,
+    warm_up: int = WARM_UP_CALLS,
     clock: HostClock | CudaClock | None = None,
 ) -> Timing:
     """Times functions without arguments in turn, each in batches of about `batch_seconds`.
@@ -193,6 +194,7 @@ def measure_pairs(
         functions: variants by name; every one is warmed up alike.
         rounds: at least this many batches of each.
         seconds: more rounds follow, up to max_rounds, while all of them took less than this.
+        warm_up: calls of each before it is timed.
         clock: times a batch; the host's by default.
 
     Raises:
@@ -203,7 +205,7 @@ def measure_pairs(
     clock = clock or HostClock()
     calls = {}
     for name, function in functions.items():
-        for _ in range(WARM_UP_CALLS):
+        for _ in range(warm_up):
             function()
         calls[name] = _calls_per_batch(clock, function, batch_seconds)
     names = list(functions)

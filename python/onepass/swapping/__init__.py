@@ -15,6 +15,7 @@ parameters, hooks, state_dict keys and everything else of the instance stay the 
     specs.py     the results of matchers and proofs
     classes.py   the classes that swapped modules get
     plan.py      the plan of a swap
+    sample.py    what of a plan gains on a batch of the user's
     changes.py   the edits of a call, undone unless it returns
     report.py    the changes, as a table; notes.py its notes; verify.py runs stock against swapped
 """

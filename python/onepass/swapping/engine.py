@@ -18,6 +18,7 @@ from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Change, Report
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
+from onepass.swapping.sample import keep_gains
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
 
 Given = ParamSpec("Given")
@@ -55,6 +56,7 @@ def swap(
     strict: bool = False,
     probe: bool = True,
     lazy_logits: bool = False,
+    sample: object = None,
 ) -> Report:
     """Makes a model run on onepass's operators, in place.
 
@@ -102,6 +104,13 @@ def swap(
             logits, by `onepass.functional.linear_cross_entropy`. `output.logits` is then a tensor
             that is computed when it is read; once the weights have changed (after
             `optimizer.step()`), reading it raises. With kind "loss".
+        sample: a batch for the model: a tensor, a tuple or list of positional arguments, or a
+            mapping of keywords. What would be swapped is measured on it, for the time of about 20
+            steps, a second at least, as the model is now: in eval mode its forward, in train mode
+            forward and backward too. Only modules that gain by more than the 95 % interval are
+            swapped, those of one class and shape together; the others are listed as skipped with
+            their figure. Forward hooks run; the model's state and torch's random state are
+            restored. Needs numpy (`onepass[tools]`).
 
     Returns:
         Report: not the model.
@@ -143,7 +152,8 @@ def swap(
     report = plan.report
     if strict:
         _check_strict(asked, plan)
-    report.notes = notes.notes(model, plan) + choice.without_a_match(plan.found)
+    measured = [] if sample is None else keep_gains(plan, model, sample)
+    report.notes = measured + notes.notes(model, plan) + choice.without_a_match(plan.found)
     if not dry_run:
         report._changes += [
             Change(change.module, type(change.module), change.cls, new=True)

@@ -130,6 +130,25 @@ class Plan:
             self.named
         )
 
+    def leave_out(self, modules: set[int], reason: Because, by_name: bool) -> None:
+        """Takes the changes of these modules, by id, out of the plan, and if asked all attention
+        by name; they are listed as skipped."""
+        left = [self._items[id(c.module)] for c in self.classes if id(c.module) in modules]
+        if by_name:
+            left += [item for item, _ in self._wanted]
+            self.report._named = [e for e in self.report._named if e not in self.named]
+            self.named, self._wanted = [], []
+        self.classes = [change for change in self.classes if id(change.module) not in modules]
+        names = {item.names[0] for item in left}
+        kept = [
+            entry
+            for entry in self.report.swapped
+            if entry["name"] not in names or entry["name"] in self.report._earlier
+        ]
+        self.report.swapped = kept
+        for item in left:
+            self._skip(item, reason)
+
     def _consider(self, item: Found) -> None:
         module, cls = item.module, type(item.module)
         if is_swapped(cls):

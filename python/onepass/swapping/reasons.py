@@ -86,6 +86,9 @@ class Reason(enum.Enum):
     # Found while the swap is planned.
     PROBE_OFF = "not proven: probe is off"
     NO_SUBCLASS = "its class cannot be subclassed: {}"
+    NOT_CALLED = "not called on the sample"
+    NO_GAIN = "no gain on the sample: {} times as fast"
+    NO_GAIN_IN_ALL = "no gain on the sample: all that gains alone is {} times as fast together"
     HOLDS_KEPT = "holds {!r}, which keeps its {} as it is"
 
     # Texts of the probe and of the integrations, which name figures and versions.

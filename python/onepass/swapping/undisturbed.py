@@ -87,7 +87,8 @@ class State:
         for kept in self._modules:
             kept.restore()
         for buffer, version, value in self._buffers:
-            if buffer._version != version:
+            # Batch norm updates its statistics without a new version.
+            if buffer._version != version or not torch.equal(buffer, value):
                 buffer.detach().copy_(value)  # no_grad could be left half way
         for config, implementation in self._configs:
             config._attn_implementation_internal = implementation

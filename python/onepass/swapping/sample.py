@@ -1,0 +1,278 @@
+"""`swap(sample=)`: of what a swap would change, the changes that gain on a batch of the user's.
+
+Modules of one class and shape are decided together, by calls of one of them with the arguments
+that it got when the model ran on the sample: stock and swapped take turns, forward alone in eval
+mode, forward and backward in train mode. Inner modules come first; outer ones are measured around
+those that were taken. Changes without a call that can be repeated (attention by name in a config,
+arguments that hold foreign objects) are measured by steps of the whole model. Last comes a step
+with all that was taken against stock: unless it gains, nothing is swapped.
+
+The model's state is restored as by `Report.verify`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from onepass.swapping.changes import Edit, in_force
+from onepass.swapping.plan import ClassChange, Plan
+from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.undisturbed import State
+
+if TYPE_CHECKING:
+    from onepass.bench.harness import Interval, Timing
+
+# Modules are timed for this long, or for as long as this many steps take; steps for half of that.
+SECONDS, STEPS = 1.0, 10
+ROUNDS, MOST_ROUNDS = 5, 50  # as measure_pairs takes them
+MOST_CALLS = 4  # of a module, with different arguments
+LEAST = 0.97  # of stock's speed: the lower end of the interval of all that is swapped
+STOCK, SWAPPED = "stock", "swapped"
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a module."""
+
+    args: tuple
+    kwargs: dict
+
+    @classmethod
+    def of(cls, batch: object) -> Call:
+        """The call of a model that gets this batch."""
+        if isinstance(batch, Mapping):
+            return cls((), dict(batch))
+        return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+
+
+class _Unit(NamedTuple):
+    """Changes that are made together, or not at all."""
+
+    changes: list[ClassChange]  # of modules of one class and shape
+    named: list[Edit]  # of configs by which modules take attention by name
+    calls: list[Call]  # of the first module; empty: whole steps are timed
+
+    def edits(self) -> list[Edit]:
+        return [Edit(change.module, "__class__", change.cls) for change in self.changes] + (
+            self.named
+        )
+
+
+def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
+    """Takes the changes out of a plan that do not gain on the sample, which must be the positional
+    arguments of the model (a tuple or list, or one argument) or its keywords (a mapping).
+
+    Returns:
+        Notes for the report.
+    """
+    try:
+        import onepass.bench.harness  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"swap: sample needs {error.name}, which is missing: pip install 'onepass[tools]'"
+        ) from None
+    state = State(model, (change.module for change in plan.classes))
+    return state.around(lambda: _Measurement(plan, model, sample).decide())
+
+
+class _Measurement:
+    def __init__(self, plan: Plan, model: nn.Module, sample: object):
+        self.plan, self.model = plan, model
+        self.step = repeated(model, [Call.of(sample)])
+        self.taken: list[Edit] = []
+
+    def decide(self) -> list[str]:
+        calls = self._calls()
+        start = time.perf_counter()
+        self.step()
+        seconds = max(SECONDS, STEPS * (time.perf_counter() - start))
+        end = time.perf_counter() + seconds
+        by_steps = []
+        units = self._units(calls)
+        for left, unit in zip(range(len(units), 0, -1), units, strict=True):
+            ratio = self._of_calls(unit, max(0.0, end - time.perf_counter()) / left)
+            if ratio is None:
+                by_steps.append(unit)
+            else:
+                self._take_or_leave_out(unit, ratio)
+        variants = {
+            str(number): self._with(self.taken + unit.edits())
+            for number, unit in enumerate(by_steps)
+        }
+        if variants:
+            timing = self._timed({STOCK: self._with(self.taken), **variants}, seconds / 2)
+            for number, unit in enumerate(by_steps):
+                self._take_or_leave_out(unit, timing.ratio(str(number), STOCK))
+        return self._decide_all(seconds / 2) if self.taken else []
+
+    def _calls(self) -> dict[int, list[Call] | None]:
+        """By id, the calls of each module that a change is of, in a step of the stock model; None
+        if one cannot be repeated."""
+        calls: dict[int, list[Call] | None] = {}
+
+        def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found = calls.setdefault(id(module), [])
+            if found is None or len(found) >= MOST_CALLS:
+                return
+            call = _copied(Call(args, kwargs))
+            if call is None:
+                calls[id(module)] = None
+            elif _signature(call) not in map(_signature, found):
+                found.append(call)
+
+        handles = []
+        try:
+            for change in self.plan.classes:
+                handles.append(change.module.register_forward_pre_hook(note, with_kwargs=True))
+            self.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return calls
+
+    def _units(self, calls: dict[int, list[Call] | None]) -> list[_Unit]:
+        """Inner modules first. Changes of modules that were not called are left out."""
+        groups: dict[tuple, list[ClassChange]] = {}
+        for change in reversed(self.plan.classes):
+            module = change.module
+            if id(module) not in calls:
+                self._leave_out([change], Reason.NOT_CALLED.because())
+                continue
+            shapes = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+            signatures = tuple(map(_signature, calls[id(module)] or ()))
+            key = (type(module), change.cls, module.training, shapes, signatures)
+            groups.setdefault(key, []).append(change)
+        units = [_Unit(group, [], calls[id(group[0].module)] or []) for group in groups.values()]
+        return units + [_Unit([], self.plan.named, [])] * bool(self.plan.named)
+
+    def _of_calls(self, unit: _Unit, seconds: float) -> Interval | None:
+        """Of the unit's first module; None if it has no calls that can be repeated."""
+        if not unit.calls:
+            return None
+        module = unit.changes[0].module
+        swapped = object.__new__(unit.changes[0].cls)
+        swapped.__dict__ = module.__dict__  # all of it is shared
+        functions = {
+            name: repeated(which, unit.calls)
+            for name, which in ((STOCK, module), (SWAPPED, swapped))
+        }
+        with in_force(self.taken):
+            try:
+                return self._timed(functions, seconds).ratio(SWAPPED, STOCK)
+            except Exception:  # foreign code that cannot be called alone
+                return None
+
+    def _with(self, edits: list[Edit]) -> Callable[[], None]:
+        """A step with these edits in force."""
+
+        def step() -> None:
+            with in_force(edits):
+                self.step()
+
+        return step
+
+    def _timed(self, functions: dict[str, Callable[[], object]], seconds: float) -> Timing:
+        from onepass.bench.harness import clock_of, measure_pairs
+
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return measure_pairs(
+            functions, rounds=ROUNDS, seconds=seconds, max_rounds=MOST_ROUNDS, warm_up=1,
+            clock=clock_of(device.type),
+        )  # fmt: skip
+
+    def _take_or_leave_out(self, unit: _Unit, ratio: Interval) -> None:
+        if ratio.low > 1.0:
+            self.taken += unit.edits()
+        else:
+            self._leave_out(unit.changes, Reason.NO_GAIN.because(ratio), unit.named)
+
+    def _leave_out(self, changes: list[ClassChange], reason: Because, named: Sequence[Edit] = ()):
+        self.plan.leave_out({id(change.module) for change in changes}, reason, bool(named))
+
+    def _decide_all(self, seconds: float) -> list[str]:
+        variants = {STOCK: self.step, SWAPPED: self._with(self.taken)}
+        ratio = self._timed(variants, seconds).ratio(SWAPPED, STOCK)
+        if ratio.median < 1.0 or ratio.low < LEAST:
+            named = self.plan.named
+            self._leave_out(self.plan.classes, Reason.NO_GAIN_IN_ALL.because(ratio), named)
+            return []
+        step = "forward and backward" if self.model.training else "forward"
+        return [f"measured on the sample, {step}: {ratio} times as fast as stock"]
+
+
+def repeated(module: nn.Module, calls: Sequence[Call]) -> Callable[[], None]:
+    """Calls of a module, in train mode with the backward of each; outputs get a gradient of ones,
+    but an output's own loss alone where there is one."""
+    ones: dict[tuple, Tensor] = {}
+
+    def like(output: Tensor) -> Tensor:
+        key = (output.shape, output.dtype, output.device)
+        if key not in ones:
+            ones[key] = torch.ones_like(output)
+        return ones[key]
+
+    def run() -> None:
+        for call in calls:
+            args, kwargs = _fresh(call)
+            with torch.set_grad_enabled(module.training):
+                output = module(*args, **kwargs)
+            if not module.training:
+                continue
+            wanted = [p for p in module.parameters() if p.requires_grad]
+            wanted += [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad]
+            outputs = [x for x in _tensors(_plain(output)) if x.requires_grad]
+            loss = [x for x in outputs if x.dim() == 0]
+            outputs = loss[:1] or outputs
+            if wanted and outputs:
+                torch.autograd.grad(outputs, wanted, list(map(like, outputs)), allow_unused=True)
+
+    return run
+
+
+def _fresh(call: Call) -> Call:
+    """The call with new leaves, which hold the same memory."""
+    return Call(
+        *pytree.tree_map_only(
+            Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), tuple(call)
+        )
+    )
+
+
+def _copied(call: Call) -> Call | None:
+    """The call with copies of its tensors; None if it holds other objects than plain values."""
+    leaves, spec = pytree.tree_flatten(tuple(call))
+    if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    copies = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    return Call(*pytree.tree_unflatten(copies, spec))
+
+
+def _signature(call: Call) -> tuple:
+    """What two calls must have in common to take the same time."""
+    leaves, spec = pytree.tree_flatten(tuple(call))
+    facts = (
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    )
+    return (*facts, str(spec))
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _plain(output: object) -> object:
+    return dict(output) if isinstance(output, dict) else output
