@@ -9,6 +9,7 @@ large is computed: :mod:`onepass.estimate.fakes`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -60,6 +61,14 @@ def _computes_itself(cls: type) -> bool:
     return not is_plain and not issubclass(cls, FakeTensor)
 
 
+@functools.cache
+def _returns_an_argument(function) -> bool:
+    """Whether the results are arguments that it writes into. Where such an argument has data and
+    others are fakes, torch returns a fake with another storage, which no real step makes."""
+    returned = getattr(getattr(function, "_schema", None), "returns", ())
+    return any(each.alias_info is not None and each.alias_info.is_write for each in returned)
+
+
 def _chunk_of_logits(input: Tensor, weight: Tensor) -> int:
     """Bytes, which grow with the vocabulary alone: too much to leave out as other scratch is."""
     words, rows = weight.shape[0], input.shape[0]
@@ -90,7 +99,7 @@ class Timeline(Fakes):
         if any(_computes_itself(cls) for cls in types):
             return NotImplemented  # by operators that are seen
         result = self.run(function, types, args, kwargs or {})
-        for tensor in tensors_of(result):
+        for tensor in () if _returns_an_argument(function) else tensors_of(result):
             key = tensor.untyped_storage()._cdata
             if key not in self.blocks:
                 self._add(key, tensor, self._owner(function, args), function)
