@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-slow test-integrations lint format docs figures bench gpu-report wheels clean
+.PHONY: build compare generate test test-all test-slow test-cpus test-integrations lint format docs figures bench gpu-report wheels clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,10 @@ test-slow: $(VENV)/test.stamp build
 	$(PYTEST) --nbmake --nbmake-timeout=300 notebooks
 
 test-all: test test-slow
+
+# Tests that another CPU could fail, on the CPUs that this one can imitate (ARGS="--only avx2").
+test-cpus: $(VENV)/test.stamp build
+	$(BIN)/python -m tests.support.cpus $(ARGS) --numprocesses=$(WORKERS) --dist=loadgroup tests
 
 # Tests of packages that bring many others, in an environment of their own that sees .venv's.
 WITH_PACKAGES := sentence_transformers timm torchtune

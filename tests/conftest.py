@@ -12,7 +12,7 @@ import torch
 
 from tests.emulator import executors
 from tests.emulator.executors import cuda, emulator, executor  # noqa: F401
-from tests.support import costs, grids
+from tests.support import costs, cpus, grids
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def same_start():
     """Every test begins with the same seed and one thread, whatever ran before it.
 
     One, because the spinning threads of two pytest workers slow each other down tenfold; results do
-    not depend on the number, which has tests of its own.
+    not depend on the number, which has tests of its own, and `make test-cpus` takes three.
     """
     # torch.manual_seed() takes a millisecond where it notes the stack for devices to come.
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("ONEPASS_TEST_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +135,7 @@ def pytest_collection_modifyitems(items: list) -> None:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"a test's name must hold no address, got {item.nodeid}")
     grids.mark(items)
+    cpus.mark(items)
     items[:] = executors.of_this_level(items)
     items[:] = items[:: int(os.environ.get("ONEPASS_TEST_EVERY", "1"))]
 
