@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.utils._pytree import tree_map, tree_map_only
 
+_OLDER = "Batched"  # the dispatch key of the mapping by torch._vmap_internals
+_NO_SIZE = -2  # refused by expand, where -1 keeps a size
 _library = torch.library.Library("onepass", "FRAGMENT")
 
 
@@ -21,8 +23,13 @@ def refuse_mapped(op) -> None:
 
 
 def run_each(op) -> None:
-    """Makes an operator run on the samples one by one; results are stacked."""
+    """Makes an operator run on the samples one by one; results are stacked.
+
+    Also under the older mapping that `torch.autograd.grad(is_grads_batched=True)` and
+    `jacobian(vectorize=True)` use, whose own loop over samples knows no lists.
+    """
     _register(op, functools.partial(_run_each, op))
+    _register(op, functools.partial(_run_each_gradient, op), _OLDER)
 
 
 def run_as_rows(op, *rows: int, unless: tuple[int, ...] = ()) -> None:
@@ -65,11 +72,11 @@ def _one_by_one(op, info, in_dims, arguments):
     return tree_map(lambda *parts: torch.stack(parts), *results), tree_map(lambda _: 0, results[0])
 
 
-def _register(op, kernel: Callable) -> None:
+def _register(op, kernel: Callable, key: str = "FuncTorchBatched") -> None:
     name = op._schema.name
     # If imported again in this process: the registration of the first import stays.
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"):
-        _library.impl(name.removeprefix("onepass::"), kernel, "FuncTorchBatched")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        _library.impl(name.removeprefix("onepass::"), kernel, key)
 
 
 def _refuse(op, *arguments, **options):
@@ -107,3 +114,33 @@ def _run_each(op, *arguments, **options):
         stacked = tree_map(lambda *parts: torch.stack(parts), *results)
     level = interpreter.level()
     return tree_map(lambda tensor: _functorch._add_batch_dim(tensor, 0, level), stacked)
+
+
+def _run_each_gradient(op, *arguments, **options):
+    innermost = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    for level in range(innermost, 0, -1):
+        moved: dict[int, Tensor] = {}  # by id, the samples of a mapped argument
+        tree_map_only(Tensor, functools.partial(_take_samples, moved, level), (arguments, options))
+        if moved:
+            break
+
+    def sample(tensor: Tensor, number: int) -> Tensor:
+        return moved[id(tensor)][number] if id(tensor) in moved else tensor
+
+    results = []
+    for number in range(len(next(iter(moved.values())))):
+        args, kwargs = tree_map_only(
+            Tensor, functools.partial(sample, number=number), (arguments, options)
+        )
+        results.append(op(*args, **kwargs))
+    if not op._schema.returns:
+        return None
+    return tree_map(lambda *parts: torch._add_batch_dim(torch.stack(parts), 0, level), *results)
+
+
+def _take_samples(moved: dict[int, Tensor], level: int, tensor: Tensor) -> None:
+    try:
+        moved[id(tensor)] = torch._remove_batch_dim(tensor, level, _NO_SIZE, 0)
+    except RuntimeError:  # it is not mapped at this level, and would be expanded to that size
+        pass

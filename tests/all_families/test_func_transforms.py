@@ -256,3 +256,85 @@ def test_every_operator_under_grad_and_jacrev(name):
     assert any(column.any() for column in expected)
     close(jacrev(last)(x).values(), expected)
     close(grad(lambda x: last(x).sum())(x).values(), [column.sum(0) for column in expected])
+
+
+# Batched gradients, of torch.autograd.grad(is_grads_batched=True): an older mapping than vmap
+
+SAMPLES = 3
+
+
+def batched_and_single(call, dtype):
+    """(gradients of SAMPLES upstream gradients at once, the same one by one), by argument."""
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in call.tensors().items()
+    }
+    wanted = {
+        name: tensor.requires_grad_()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and name not in call.constant
+    }
+    torch.manual_seed(0)
+    outputs = [out for out in call.run(**tensors) if out.requires_grad]
+    torch.manual_seed(1)
+    upstream = [torch.randn(SAMPLES, *out.shape).to(out.dtype) for out in outputs]
+
+    def gradients(upstream, **options):
+        found = torch.autograd.grad(
+            outputs, list(wanted.values()), upstream, retain_graph=True, allow_unused=True,
+            **options,
+        )  # fmt: skip
+        return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+
+    single = [gradients([part[sample] for part in upstream]) for sample in range(SAMPLES)]
+    stacked = {name: torch.stack([one[name] for one in single]) for name in single[0]}
+    return gradients(upstream, is_grads_batched=True), stacked
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_gradients(name):
+    call = CALLS[name]
+    together, single = batched_and_single(call, torch.float32)
+    assert together.keys() == single.keys() and together
+    if not call.composed:
+        assert all(torch.equal(together[name], single[name]) for name in single)
+        return
+    exact = batched_and_single(call, torch.float64)[1]
+    for name, found in together.items():
+        numerics.assert_close(found, exact[name], single[name])
+
+
+def test_a_vectorized_jacobian_of_attention():
+    function, stock = FUNCTIONS["attention"]
+    x = torch.randn(1, 2, 4, 8)
+
+    def jacobian(function, x):
+        return torch.autograd.functional.jacobian(function, x, vectorize=True)
+
+    numerics.assert_close(
+        jacobian(function, x), jacobian(stock, x.double()), jacobian(stock, x), "jacobian"
+    )
+
+
+def test_batched_gradients_nest():
+    function, _ = FUNCTIONS["attention"]
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    y = function(x)
+
+    def gradients(upstream, **options):
+        return torch.autograd.grad(y, x, upstream, retain_graph=True, **options)[0]
+
+    upstream = torch.randn(2, SAMPLES, *y.shape)
+    mapped = torch._vmap_internals._vmap(torch._vmap_internals._vmap(gradients))(upstream)
+    assert torch.equal(mapped, torch.stack([gradients(u, is_grads_batched=True) for u in upstream]))
+
+
+def test_operators_that_return_lists_have_a_rule():
+    """torch's own loop over samples refuses them, as it does operators without a result."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("onepass::") or name.startswith("onepass::_"):
+            continue
+        schema = getattr(torch.ops.onepass, name.removeprefix("onepass::")).default._schema
+        lists = any("List" in str(each.type) for each in schema.returns)
+        if lists and not schema.is_mutable:
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Batched"), name
