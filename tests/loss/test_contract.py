@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onepass import functional
 from tests.attention_decode.test_torch import allocated
-from tests.loss.cases import BF16, F32, F64, RAW, make, results
+from tests.loss.cases import BF16, F32, F64, RAW, make, result_of, results
 
 OP = "cross_entropy"
 
@@ -175,7 +175,7 @@ def test_a_gradient_in_place_needs_rows_of_its_own(view):
         "overlapping": torch.randn(9).as_strided((3, 5), (2, 1)),
     }[view].requires_grad_()
     before = x.detach().clone()
-    loss = ce(x, torch.tensor([0, 4, 1]), inplace_backward=True)
+    loss = ce(result_of(x), torch.tensor([0, 4, 1]), inplace_backward=True)
     message = "input must have dense rows that do not overlap, got strides"
     with pytest.raises(RuntimeError, match=f"^cross_entropy_backward_inplace: {message}"):
         loss.backward()
@@ -224,6 +224,32 @@ def backwards(dtype=F32):
     layer = torch.nn.Linear(8, 40).to(dtype)
     logits = layer(torch.randn(6, 8, dtype=dtype))
     return layer, logits, torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    "logits, got",
+    [
+        (lambda leaf: leaf, "a leaf"),
+        (lambda leaf: leaf.view(2, 5), "a view of a leaf"),
+        (
+            lambda leaf: (leaf * torch.ones(2, 1, 1)).unbind()[0],
+            "a view that torch lets nobody modify",
+        ),
+    ],
+    ids=["leaf", "view", "part"],
+)
+def test_a_gradient_in_place_of_a_leaf_is_refused(logits, got):
+    """It would overwrite a parameter with its own gradient."""
+    leaf = torch.randn(2, 5, requires_grad=True)
+    before = leaf.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=f"^cross_entropy: input must be the result .* got {got}"
+    ):
+        ce(logits(leaf), torch.tensor([0, 4]), inplace_backward=True)
+    assert torch.equal(leaf, before)
+    ce(logits(leaf), torch.tensor([0, 4])).backward()
+    with torch.no_grad():  # without a gradient nothing is written
+        ce(logits(leaf), torch.tensor([0, 4]), inplace_backward=True)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
@@ -300,7 +326,7 @@ def test_memory_of_a_gradient_in_place():
             target = torch.randint(5003, (64,))
 
             def step(logits, target, inplace=inplace):
-                ce(logits, target, inplace_backward=inplace).backward()
+                ce(result_of(logits), target, inplace_backward=inplace).backward()
 
             share[inplace] = allocated(step, logits, target) / logits.nbytes
         assert share[True] < 0.01 < 1.0 <= share[False] < 1.01, share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._arguments import refuse_gradient, refuse_second_derivative
+from onepass._arguments import refuse_gradient, refuse_second_derivative, require_writable
 from onepass._mapping import refuse_mapped, run_each
 from onepass._negative import refuse_where_written
 from onepass._ops import double_backward, fake_checks, tracing
@@ -71,6 +71,8 @@ def _compute(input, target, weight, *options, inplace=False):
     if not is_differentiated(input, weight):
         return _forward(input, target, weight, *options)
     inplace = inplace and not torch.compiler.is_compiling() and not are_transforms_active()
+    if inplace and input.requires_grad:
+        require_writable("cross_entropy", "input", input)
     return _apply_loss(input, target, weight, options, inplace)
 
 

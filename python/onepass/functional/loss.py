@@ -50,7 +50,8 @@ def cross_entropy(
             are), "sum" or "none".
         inplace_backward: the backward writes the gradient over the logits, so that it needs no
             memory. They are destroyed: do not read them afterwards. If they were saved for another
-            gradient, a second backward too, that raises; second derivatives are refused. No effect
+            gradient, a second backward too, that raises; second derivatives are refused, and so are
+            leaves that require a gradient, and views of them. No effect
             under `torch.compile` and the transforms of `torch.func`.
 
     Returns:
