@@ -20,10 +20,11 @@ from onepass.compare import (
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
 from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
 from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, Sizes, cast, loss_of, tokens_in
+from onepass.compare.model import GPT, Sizes, cast
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products
+from onepass.compare.user_model import loss_of, tokens_in
 from onepass.compare.workload import GptWorkload
 from tests.compare.cases import settings_of
 
@@ -348,7 +349,7 @@ def test_watching_survives_checkpoints_and_errors():
     spent = watch(Net(), torch.randn(4, 8))
     assert spent["forward"]["norm"] > 0 and spent["backward"]["norm"] > 0
     model = nn.LayerNorm(8)
-    with pytest.raises(RuntimeError, match="normalized_shape"):
+    with pytest.raises(BadInput, match="normalized_shape"):
         watch(model, torch.randn(4, 7))
     assert torch._C._len_torch_function_stack() == 0
     assert not model._forward_hooks and not model._forward_pre_hooks

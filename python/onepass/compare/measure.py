@@ -171,7 +171,7 @@ def saved_bytes(trainer: Trainer, batch) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = trainer.loss(batch)
         total = sum(storages.values())
-        loss.backward()
+        trainer.backward(loss)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
     return total
@@ -193,7 +193,7 @@ def _first_steps(
         trainer.model.train(not eval_mode)
         with trainer.around():
             loss = trainer.loss(batch)
-            loss.backward()
+            trainer.backward(loss)
         gradients = {
             name: parameter.grad
             for name, parameter in trainer.model.named_parameters()

@@ -92,8 +92,9 @@ class Report:
         where the loss sees them.
 
         Args:
-            batch: the model's positional arguments; a single dict, or a tokenizer's result, is
-                passed as keywords.
+            batch: the model's positional arguments, or one batch: a dict or a tokenizer's result is
+                passed as keywords, a tuple or list item by item, unless forward requires one
+                argument alone and cannot be called like that.
             loss_fn: takes the model's output and returns a scalar tensor; it and the gradients, if
                 there are any, then decide, and other outputs are only listed. Without it
                 the loss is the output's `loss`, or the scalar in it, or else a fixed random

@@ -26,7 +26,7 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onepass import numerics
+from onepass._batch import arguments
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import in_force
@@ -155,8 +156,8 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     modules = _modules(report)
-    if len(batch) == 1 and isinstance(batch[0], Mapping):  # tokenizers return one that is no dict
-        batch = (dict(batch[0]),)
+    args, kwargs = arguments(model, batch[0]) if len(batch) == 1 else (batch, {})
+    batch = (*args, kwargs)
     state = State(model, (module for module, _, _ in modules))
     return state.around(lambda: _Pair(model, batch, loss_fn, modules, report._named).verdict())
 
@@ -370,8 +371,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> _Run:
         for index, leaf in enumerate(pytree.tree_leaves(batch))
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    kwargs = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else {}
-    args = () if kwargs else batch
+    args, kwargs = batch[:-1], batch[-1]
     if moved is None:
         output = model(*args, **kwargs)
     else:
