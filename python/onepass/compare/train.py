@@ -143,8 +143,17 @@ class Sameness:
         return _worst(self.band)
 
     @property
-    def same(self) -> bool:
-        """Whether the gap lies in the band; NaN never does."""
+    def same(self) -> bool | None:
+        """Whether the gap lies in the band; NaN in swapped alone never does.
+
+        None: the curves cannot tell, since stock's own losses are not finite, or all losses are one
+        number, as where the loss underflows to zero.
+        """
+        losses = {loss for run in self.stock for loss in run}
+        if not all(map(math.isfinite, losses)):
+            return None
+        if len(losses | set(self.swapped)) == 1:
+            return None
         return self.gap <= BAND_FACTOR * self.stock_gap
 
     def to_dict(self) -> dict:
