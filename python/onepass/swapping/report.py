@@ -101,7 +101,9 @@ class Report:
                 projection of it, and outputs decide too.
 
         Returns:
-            Verification: prints as one line; `ok`, `worst` (name), `padding`, `to_dict()`.
+            Verification: prints as one line; `ok`, `reason`, `worst` (name), `kernels`, `padding`,
+            `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and gradients have no
+            digits. Calls that are too small to gain are also verified as in a larger batch.
 
         Raises:
             RuntimeError: the model is on the meta device, or its classes have changed; the report
