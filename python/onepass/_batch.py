@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -21,13 +22,25 @@ def arguments(model: nn.Module, batch: object) -> tuple[tuple, dict[str, object]
         args, kwargs = tuple(batch), {}
     else:
         return (batch,), {}
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # of a compiled or scripted function
-        return args, kwargs
-    if not _binds(signature, args, kwargs) and _binds(signature, (batch,), {}):
+    forward = model.forward
+    is_method = hasattr(forward, "__func__")  # else an attribute, whose owner a cache would keep
+    decide = _takes_it_whole if is_method else _takes_it_whole.__wrapped__
+    if decide(forward.__func__ if is_method else forward, is_method, len(args), tuple(kwargs)):
         return (batch,), {}
     return args, kwargs
+
+
+@functools.lru_cache(maxsize=256)  # a signature takes 10 us and more
+def _takes_it_whole(
+    function: Callable, is_method: bool, count: int, names: tuple[str, ...]
+) -> bool:
+    """Whether one argument can be given, but not as many by position and these keywords."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a compiled or scripted function
+        return False
+    given, one = (None,) * (is_method + count), (None,) * (is_method + 1)
+    return not _binds(signature, given, dict.fromkeys(names)) and _binds(signature, one, {})
 
 
 def call(model: nn.Module, batch: object) -> object:
