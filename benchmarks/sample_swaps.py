@@ -207,7 +207,7 @@ def measured(name: str, training: bool) -> dict:
     seconds = time.perf_counter() - start
     edits = [Edit(c.module, "__class__", c.swapped) for c in report._changes] + report._named
     onepass.unswap(model)
-    times, call = Interval(1.0, 1.0, 1.0), Call.of(batch)
+    times, call = Interval(1.0, 1.0, 1.0), Call.of(model, batch)
     if edits:
         step = repeated(model, [call])
 

@@ -7,17 +7,16 @@ be wrong. For a module, stock modules that onepass could have replaced are named
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from onepass import _C
+from onepass._batch import arguments
 from onepass._ops import dispatch_log
 
 
@@ -75,8 +74,9 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     """Runs ``fn_or_module(*args, **kwargs)`` and lists the onepass kernels that ran, with reasons.
 
     A backward inside the function is recorded too. The result of the call is dropped; gradients and
-    buffers change as the call changes them. A single dict for a module whose forward takes its keys
-    is passed as keywords, as `onepass.swapping.Report.verify` does.
+    buffers change as the call changes them. A module takes a single argument as a batch, as
+    `onepass.swapping.Report.verify` does: a dict is passed as keywords, a tuple or list item by
+    item, unless forward requires one argument alone and cannot be called like that.
 
     Returns:
         An Explanation, which prints as text and as HTML and has `to_dict()`.
@@ -89,29 +89,14 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     if not callable(fn_or_module):
         kind = type(fn_or_module).__name__
         raise TypeError(f"explain: fn_or_module must be callable, got {kind}")
-    if len(args) == 1 and not kwargs and _takes_keys(fn_or_module, args[0]):
-        args, kwargs = (), dict(args[0])
+    if isinstance(fn_or_module, torch.nn.Module) and len(args) == 1 and not kwargs:
+        args, kwargs = arguments(fn_or_module, args[0])
     with dispatch_log.record() as records:
         fn_or_module(*args, **kwargs)
     counts = Counter(tuple(record.items()) for record in records)
     calls = [{**dict(items), "count": count} for items, count in counts.items()]
     stock = _stock_modules(fn_or_module) if isinstance(fn_or_module, torch.nn.Module) else []
     return Explanation(calls, _level_reason(), stock)
-
-
-def _takes_keys(module, batch) -> bool:
-    """Whether forward has a parameter for each key; with **kwargs it may want the dict itself."""
-    if not (isinstance(module, torch.nn.Module) and isinstance(batch, Mapping)):
-        return False
-    try:
-        signature = inspect.signature(module.forward)
-        signature.bind(**batch)
-    except (TypeError, ValueError):
-        return False
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return all(
-        key in signature.parameters and signature.parameters[key].kind in by_name for key in batch
-    )
 
 
 def _level_reason() -> str:
@@ -140,32 +125,32 @@ def _stock_modules(module: torch.nn.Module) -> list[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from onepass.compare.user_model import MODEL_HELP
+
     parser.add_argument(
         "--model",
         required=True,
         metavar="PACKAGE.MODULE:FUNCTION",
-        help="a function without arguments that returns (model, batch), batch a tensor or a tuple",
+        help=MODEL_HELP,
     )
     parser.add_argument("--swap", action="store_true", help="swap the model first")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    module_name, _, function_name = args.model.partition(":")
-    sys.path.insert(0, "")
-    try:
-        model, batch = getattr(importlib.import_module(module_name), function_name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        print(
-            f"explain: --model must name a function that returns (model, batch): {error}",
-            file=sys.stderr,
-        )
-        return 2
-    if args.swap:
-        from onepass.swapping import swap
+    from onepass.compare.errors import BadInput
+    from onepass.compare.user_model import batch_of, load_user_model, telling_errors
+    from onepass.swapping import swap
 
-        swap(model)
-    batch = batch if isinstance(batch, (tuple, list)) else (batch,)
-    explanation = explain(model, *batch)
+    try:
+        model, batch = load_user_model(args.model)
+        batch = batch_of(batch, 0)
+        if args.swap:
+            swap(model)
+        with telling_errors(model, batch):
+            explanation = explain(model, batch)
+    except BadInput as error:
+        print(f"explain: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(explanation.to_dict(), indent=1) if args.json else explanation)
     return 0

@@ -55,7 +55,7 @@ def test_a_batch_of_keywords_as_verify_takes_it(mapping):
 
     class Wrapped(Whole):
         def forward(self, *args, **named):
-            return super().forward(*args, **named)
+            return super().forward(named)
 
     for module in (Named(16), Whole(16), Wrapped(16)):
         (call,) = calls_of(module, mapping(x=torch.randn(3, 16)))
@@ -144,6 +144,28 @@ def test_a_lower_level_says_who_asked_for_it():
         assert "ONEPASS_CPU_ISA asks for it" in result.stdout
 
 
+def test_blocks_inside_each_other_see_the_same_calls():
+    x = torch.randn(4, 16)
+    with dispatch_log.record() as outer:
+        functional.rms_norm(x, 16)
+        with dispatch_log.record() as inner:
+            functional.layer_norm(x, 16)
+            assert dispatch_log.is_recording()
+        functional.rms_norm(x, 16)
+    assert [call["op"] for call in inner] == ["layer_norm"]
+    assert [call["op"] for call in outer] == ["rms_norm", "layer_norm", "rms_norm"]
+    assert not dispatch_log.is_recording()
+
+
+def test_calls_are_explained_while_they_are_logged():
+    code = (
+        "import torch, onepass; "
+        "print(onepass.explain(onepass.nn.RMSNorm(8), torch.ones(2, 8)).calls[0]['op'])"
+    )
+    done = fresh.run(code, env={**os.environ, "ONEPASS_LOG": "dispatch"}, check=True)
+    assert done.stdout == "rms_norm\n" and done.stderr.startswith("onepass: rms_norm (2 x 8")
+
+
 def test_dispatch_log_writes_each_line_once():
     code = (
         "import torch, onepass\n"
@@ -170,4 +192,4 @@ def test_command(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", ["nonsense", "no_such_module:make", "torch:no_such_function"])
 def test_bad_models_exit_with_2(model, capsys):
     assert cli.main(["explain", "--model", model]) == 2
-    assert capsys.readouterr().err.startswith("explain: --model must name a function")
+    assert capsys.readouterr().err.startswith("explain: --model must ")

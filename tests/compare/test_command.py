@@ -41,6 +41,15 @@ class WithLoss(Net):
         return Output((super().forward(x) - target).square().mean())
 
 
+class Zero(Net):
+    def forward(self, x):
+        return 0.0 * super().forward(x).sum()
+
+
+def zero():
+    return Zero(), torch.randn(8, 16)
+
+
 class Output:
     def __init__(self, loss):
         self.loss = loss
@@ -383,6 +392,17 @@ def test_own_model_in_bfloat16(capsys, user_models, peaks_of_one_byte):
     ]  # fmt: skip
     assert compared["dropout"] is None and compared["steps"][-1] == 4
     assert all(v["losses"] for n, v in compared["variants"].items() if n != "torch fused")
+
+
+def test_a_loss_of_zero_cannot_tell(capsys, user_models, peaks_of_one_byte):
+    flags = ("--model", "user_models:zero")
+    assert cli.main(["compare", *QUICK, *flags]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "stock's gradients have no digits to compare" in printed
+    assert "loss gap 0 against 0 stock-versus-stock: cannot tell" in printed
+    data = run_json(capsys, *QUICK, *flags)
+    assert data["verdict"]["same"] is None and data["sameness"][0]["same"] is None
+    assert data["first_step"]["swapped"]["gradient_error"] is None
 
 
 def test_an_optimizer_that_is_left_out_is_told(capsys, user_models, peaks_of_one_byte, monkeypatch):

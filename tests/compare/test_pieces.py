@@ -20,10 +20,11 @@ from onepass.compare import (
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
 from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
 from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, Sizes, cast, loss_of, tokens_in
+from onepass.compare.model import GPT, Sizes, cast
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products
+from onepass.compare.user_model import loss_of, tokens_in
 from onepass.compare.workload import GptWorkload
 from tests.compare.cases import settings_of
 
@@ -348,7 +349,7 @@ def test_watching_survives_checkpoints_and_errors():
     spent = watch(Net(), torch.randn(4, 8))
     assert spent["forward"]["norm"] > 0 and spent["backward"]["norm"] > 0
     model = nn.LayerNorm(8)
-    with pytest.raises(RuntimeError, match="normalized_shape"):
+    with pytest.raises(BadInput, match="normalized_shape"):
         watch(model, torch.randn(4, 7))
     assert torch._C._len_torch_function_stack() == 0
     assert not model._forward_hooks and not model._forward_pre_hooks
@@ -430,6 +431,15 @@ def test_worst_gradient_names_the_parameter():
     assert measure.worst_gradient({"a": reference["a"]}, reference) == ("b", float("inf"))
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-42, torch.nan, torch.inf])
+def test_gradients_without_digits_have_no_error(value):
+    reference = {"a": torch.full((2,), value), "b": torch.zeros(0)}
+    assert measure.worst_gradient(reference, reference) == ("a", None)
+    assert measure.worst_gradient(reference | {"a": torch.ones(2)}, reference) == ("a", torch.inf)
+    assert measure.worst_gradient({}, reference)[1] == torch.inf
+    assert measure.worst_gradient({}, {}) == ("", None)
+
+
 def sameness(swapped, stock=((2.0, 1.0), (2.0, 1.001)), dropout=0.0):
     return train.Sameness(dropout, "summation order", "loss", [0, 10], list(stock), list(swapped))
 
@@ -439,6 +449,14 @@ def test_sameness_is_the_band_doubled():
     assert not sameness((2.0, 1.0021)).same
     assert not sameness((2.0, float("nan"))).same
     assert sameness((2.0, 1.0)).gap == 0.0
+
+
+@pytest.mark.parametrize("loss", [0.0, 3.0, float("nan"), float("inf")])
+def test_losses_that_never_change_cannot_tell(loss):
+    stock = ((loss, loss), (loss, loss))
+    assert sameness((loss, loss), stock).same is None
+    if loss in (0.0, 3.0):
+        assert sameness((loss, loss + 1.0), stock).same is False
 
 
 def compared(ratio=2.0, *, swapped=(2.0, 1.0), left_out=False):

@@ -180,7 +180,7 @@ def test_a_model_that_reads_is_refused_and_runs_with_real_data(capsys):
     flags = ["--model", f"{__name__}:make_reading"]
     assert cli.main(["estimate", *flags]) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("estimate: model must not read data") and "--real" in errors
+    assert errors.startswith("estimate: --model must not read data") and "--real" in errors
     assert cli.main(["estimate", *flags, "--real", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["variants"]["stock"]["parameters"] == 72 * 4
 

@@ -10,11 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass._batch import call
 from onepass._ops import products
 from onepass.compare.measure import saved_bytes
-from onepass.compare.model import GPT, Sizes, call, cast, loss_of
+from onepass.compare.model import GPT, Sizes, cast
 from onepass.compare.settings import add_arguments, read_settings
 from onepass.compare.train import Trainer
+from onepass.compare.user_model import loss_of
 from onepass.estimate import optimizers, step
 from onepass.estimate.fakes import tensors_of
 from tests.estimate.models import MODELS
@@ -447,6 +449,57 @@ def test_messages():
         onepass.estimate(frozen, torch.randn(8, 8))
     with pytest.raises(RuntimeError, match="estimate: model must hold a list of layers"):
         onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (nn.LazyLinear(4), torch.randn(2, 8), "must have been called once"),
+        (torch.jit.script(nn.Linear(8, 4)), torch.randn(2, 8), "must not be scripted or traced"),
+        (nn.Embedding(8, 4, sparse=True), torch.ones(2, dtype=torch.int64), "dense gradients"),
+        (nn.Linear(8, 4), None, "must come with a batch"),
+        (nn.Linear(8, 4), torch.randn(2, 9), "must run on its batch, got RuntimeError: "),
+        (nn.Linear(8, 4), {"x": torch.randn(2, 8)}, r"forward takes \(input\), .* a dict of x"),
+        (lambda: nn.Linear(8, 4), None, r"must return \(model, batch\)"),
+        (lambda: (nn.Linear(8, 4), None), None, "must come with a batch"),
+    ],
+)
+@pytest.mark.parametrize("real", [False, True])
+def test_a_model_that_cannot_be_estimated_is_told_in_a_sentence(model, batch, message, real):
+    with pytest.raises(RuntimeError, match=rf"^estimate: model .*{message}") as error:
+        onepass.estimate(model, batch, real=real)
+    assert "\n" not in str(error.value) and "--" not in str(error.value)
+
+
+class Adjacent(nn.Module):
+    """A layer of a graph network, with a sparse matrix or a sparse gradient."""
+
+    def __init__(self, by_function: bool):
+        super().__init__()
+        self.weight, self.by_function = nn.Parameter(torch.randn(8, 4)), by_function
+
+    def forward(self, x):
+        if self.by_function:
+            return torch.nn.functional.embedding(x, self.weight, sparse=True)
+        return torch.sparse.mm(torch.eye(8).to_sparse(), self.weight)
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("real", [False, True])
+def test_sparse_tensors_inside_a_model_are_told(by_function, real):
+    rules = "compute with dense tensors|run on its batch, got NotImplementedError: .*Sparse"
+    with pytest.raises(RuntimeError, match=f"estimate: model must ({rules})"):
+        onepass.estimate(Adjacent(by_function), torch.ones(2, dtype=torch.int64), real=real)
+
+
+def test_wrong_keywords_are_told():
+    model, batch = nn.Linear(8, 4), torch.randn(2, 8)
+    with pytest.raises(TypeError, match="estimate: dtype must be a torch.dtype or None, got 'b"):
+        onepass.estimate(model, batch, dtype="bfloat16")
+    with pytest.raises(TypeError, match="estimate: optimizer must be a class or a function, got s"):
+        onepass.estimate(model, batch, optimizer="adamw")
+    with pytest.raises(RuntimeError, match="estimate: optimizer must make one .* got TypeError"):
+        onepass.estimate(model, batch, optimizer=lambda: torch.optim.SGD(model.parameters()))
 
 
 def test_an_estimate_prints_its_parts():

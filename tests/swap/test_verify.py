@@ -104,6 +104,23 @@ def test_wrong_gradient_is_found_by_name():
     assert report.verify(IDS).ok
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.detach, lambda y: y[..., :1]])
+def test_a_lost_graph_and_another_shape_are_differences(monkeypatch, change):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return self.norm(x)
+
+    report = onepass.swap(Last())
+    right = classes.LayerNormForward.forward
+    wrong = lambda self, x: change(right(self, x))  # noqa: E731
+    monkeypatch.setattr(classes.LayerNormForward, "forward", wrong)
+    assert report.verify(torch.randn(4, 8)).ok is False
+
+
 def test_nan_is_a_difference_unless_stock_has_it_too(monkeypatch):
     model = Model()
     report = onepass.swap(model)
@@ -271,7 +288,9 @@ def test_frozen_model_compares_outputs_alone():
 def test_to_dict_is_json():
     data = json.loads(json.dumps(onepass.swap(Model()).verify(IDS).to_dict()))
     assert data["ok"] is True and data["judged"] == "float64"
-    assert set(data["tensors"][0]) == {"name", "error", "stock_error", "allowed", "decides"}
+    assert set(data["tensors"][0]) == {
+        *("name", "error", "stock_error", "allowed", "decides", "silent")
+    }
     assert data["worst"] == data["tensors"][0]["name"]
     assert set(data["loss"]) == {"stock", "swapped"}
 

@@ -20,6 +20,8 @@ _enabled = "dispatch" in os.environ.get("ONEPASS_LOG", "").split(",")
 _seen: set[str] = set()
 # Calls that were left to torch and reach no operator of ours; None while recording is off.
 _left: list[dict] | None = [] if _enabled else None
+_collected: list[list[dict]] = []  # of the blocks of `record` that are open, the innermost last
+TORCH, TOO_SMALL = "torch's own", "too small to gain"  # a level, the beginning of a reason
 _MOST = 4096  # the oldest are dropped first
 
 
@@ -32,15 +34,18 @@ def record() -> Iterator[list[dict]]:
     """
     global _left
     records: list[dict] = []
-    _take()
+    _flush()
     _C.record(True)
-    _left = []
+    _left = _left or []
+    _collected.append(records)
     try:
         yield records
     finally:
-        _C.record(_enabled)
-        records.extend(_take())
-        _left = [] if _enabled else None
+        _flush()
+        _collected[:] = [other for other in _collected if other is not records]
+        if not _collected:
+            _C.record(_enabled)
+            _left = [] if _enabled else None
 
 
 def is_recording() -> bool:
@@ -55,7 +60,7 @@ def leave(op: str, arguments: str, kernel: str, threads: int, reason: str) -> No
                 op=op,
                 arguments=arguments,
                 kernel=kernel,
-                level="torch's own",
+                level=TORCH,
                 threads=threads,
                 rows_per_tile=0,
                 splits=0,
@@ -106,7 +111,11 @@ def logged(function: Callable) -> Callable:
 
 
 def _flush() -> None:
-    for call in _take():
+    """Gives the calls since the last time to the log and to every open block of `record`."""
+    calls = _take()
+    for records in _collected:
+        records.extend(calls)
+    for call in calls if _enabled else ():
         say(line(call))
 
 

@@ -7,7 +7,8 @@ are measured by benchmarks/small_calls.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -140,6 +141,18 @@ LINEAR_NOTE = (
     "counts both. Code that looks for the class nn.Linear itself, such as quantize_dynamic, does "
     "not find them: quantize before, or after unswap"
 )
+
+
+@contextlib.contextmanager
+def all_gain() -> Iterator[None]:
+    """Inside, no call is too small: ours compute what they would compute of larger ones."""
+    global MOST_THREADS, LEAST_ROWS
+    before = MOST_THREADS, LEAST_ROWS
+    MOST_THREADS, LEAST_ROWS = 0, 1  # every bound is a multiple of the threads
+    try:
+        yield
+    finally:
+        MOST_THREADS, LEAST_ROWS = before
 
 
 def norm_is_small(input: Tensor) -> bool:
@@ -448,5 +461,5 @@ def _tell(
         arguments=f"{arguments}, {str(input.dtype)[6:]}",
         kernel=kernel or f"torch.nn.functional.{function}",
         threads=torch.get_num_threads(),
-        reason=f"too small to gain: {reason}",
+        reason=f"{dispatch_log.TOO_SMALL}: {reason}",
     )

@@ -29,9 +29,11 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   that the process keeps), ``linear_gflops``
   (of linear layers, null as parts_ms is); beside the variants ``linear_operations`` of a step and
   ``arithmetic_gflops``, what this CPU reaches (null on CUDA)
-- ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``
+- ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``;
+  gradient_error is null where stock's gradients are zero, denormal or not finite
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
-  stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per byte
+  stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per
+  byte; same is null where stock's are not finite, or all are one number
 - ``optimizers``: ``{dropout, parameters, baseline, variants, steps, stock_gap, left_out}``; dropout
   is that of the step and of the training that the figures refer to, parameters those with a
   gradient, left_out the reason by name; variants by name (torch default, torch fused, onepass, and
@@ -40,7 +42,7 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   ``ratio_to_baseline``, ``share_of_step`` (of stock's, with this optimizer in it; null where cast),
   ``state_bytes_per_parameter``, ``bytes_per_parameter`` (with the parameter itself and its
   gradient), ``losses`` at ``steps`` and their ``gap`` to stock's (null where not trained), ``same``
-  (null where other numerics were asked for)
+  (null where other numerics were asked for, or as in ``sameness``)
 - ``swap_report``: ``Report.to_dict()`` of the swap
 - ``verdict``: ``{same, not_accelerated, sentence, optimizer_same}``; not_accelerated: share of the
   swapped step per part and dropout; optimizer_same: of training by onepass's AdamW, null where not

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ class FirstStep:
 
     loss: float
     loss_difference: float
-    gradient_error: float  # worst max|difference| / max|stock gradient| over the parameters
+    # Worst max|difference| / max|stock gradient| over the parameters; None: stock's have no digits.
+    gradient_error: float | None
     gradient_name: str
 
     def to_dict(self) -> dict:
@@ -171,7 +173,7 @@ def saved_bytes(trainer: Trainer, batch) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = trainer.loss(batch)
         total = sum(storages.values())
-        loss.backward()
+        trainer.backward(loss)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
     return total
@@ -193,7 +195,7 @@ def _first_steps(
         trainer.model.train(not eval_mode)
         with trainer.around():
             loss = trainer.loss(batch)
-            loss.backward()
+            trainer.backward(loss)
         gradients = {
             name: parameter.grad
             for name, parameter in trainer.model.named_parameters()
@@ -209,13 +211,24 @@ def _first_steps(
     return results
 
 
-def worst_gradient(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[str, float]:
+def worst_gradient(
+    gradients: dict[str, Tensor], reference: dict[str, Tensor]
+) -> tuple[str, float | None]:
     """Name and relative error of the parameter whose gradient differs most.
 
-    The error is max|difference| over max|reference gradient of that parameter|.
+    The error is max|difference| over max|reference gradient of that parameter|; None if all of the
+    reference is zero, denormal or not finite, and the other gradients are the same.
     """
-    largest = {name: gradient.abs().max().item() for name, gradient in reference.items()}
-    floor = NOISE_FLOOR * max(largest.values())
+    largest = {
+        name: gradient.abs().max().item() if gradient.numel() else 0.0
+        for name, gradient in reference.items()
+    }
+    most = max((size for size in largest.values() if math.isfinite(size)), default=0.0)
+    if most < torch.finfo(torch.float32).tiny:
+        differ = (n for n, g in reference.items() if not _same_bits(gradients.get(n), g))
+        name = next(differ, None)
+        return (next(iter(reference), ""), None) if name is None else (name, math.inf)
+    floor = NOISE_FLOOR * most
     errors = {}
     for name, expected in reference.items():
         if name not in gradients:
@@ -224,3 +237,7 @@ def worst_gradient(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -
         errors[name] = difference / max(largest[name], floor)
     # A NaN compares as the largest: no number may hide it.
     return max(errors.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
+
+
+def _same_bits(gradient: Tensor | None, reference: Tensor) -> bool:
+    return gradient is not None and torch.equal(gradient.nan_to_num(), reference.nan_to_num())

@@ -1,4 +1,4 @@
-"""The model of `compare`: a byte-level GPT of plain torch modules, or one that the user names.
+"""The model of `compare`: a byte-level GPT of plain torch modules.
 
 The GPT is pre-norm with learned positions, a GELU MLP of four times the width, and the output head
 tied to the token embedding. The LayerNorm layout has biases, as GPT-2; ``rmsnorm=True`` gives the
@@ -8,9 +8,6 @@ must find everything itself, as in any model.
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -142,43 +139,6 @@ class GPT(nn.Module):
             block.contract.weight.copy_(block.contract.weight[:, hidden])
 
 
-def call(model: Callable, batch) -> object:
-    """Calls model with a batch: a mapping as keywords, a tuple or list as arguments, else alone."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
-
-
-def loss_of(output) -> Tensor:
-    """The scalar to differentiate: a scalar output itself, else its `.loss`, else the mean square.
-
-    The mean square is that of the first floating-point tensor in the output: no training goal, but
-    every parameter that the output depends on gets a gradient.
-    """
-    if isinstance(output, Tensor) and output.dim() == 0:
-        return output
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss if loss.dim() == 0 else loss.mean()
-    first = _first_floating(output)
-    if first is None:
-        raise BadInput("--model must return a floating-point tensor, a tuple of them or a .loss")
-    return first if first.dim() == 0 else first.float().square().mean()
-
-
-def _first_floating(output) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, (tuple, list)):
-        found = (_first_floating(item) for item in output)
-        return next((tensor for tensor in found if tensor is not None), None)
-    return None
-
-
 def move(batch, device: torch.device):
     """The batch with every tensor in it on device."""
     return each_tensor(batch, lambda tensor: tensor.to(device))
@@ -198,46 +158,6 @@ def each_tensor(batch, change: Callable[[Tensor], Tensor]):
     if isinstance(batch, Mapping):
         return {name: each_tensor(value, change) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(each_tensor(value, change) for value in batch)
+        make = getattr(type(batch), "_make", type(batch))  # a named tuple's takes one iterable
+        return make(each_tensor(value, change) for value in batch)
     return batch
-
-
-def tokens_in(batch) -> int:
-    """Items of a batch: elements of its first integer tensor, else rows of its first tensor."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    values = [values] if isinstance(values, Tensor) else values
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    whole = [value for value in tensors if not value.is_floating_point() and value.dim() > 1]
-    if whole:
-        return whole[0].numel()
-    return tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-
-
-def load_user_model(spec: str, seed: int) -> tuple[nn.Module, Callable[[int], object]]:
-    """Calls the function that ``package.module:function`` names.
-
-    It takes no argument and returns (model, batch) or (model, batch_function); batch_function gets
-    the step's number and returns that step's batch: the same one at each call, since every
-    variant gets it. The current directory is searched as well.
-    """
-    path, separator, name = spec.partition(":")
-    if not (path and separator and name):
-        raise BadInput(f"--model must be package.module:function, got {spec!r}")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(path), name)
-    except (ImportError, AttributeError) as error:
-        raise BadInput(f"--model must name a function that can be imported: {error}") from error
-    torch.manual_seed(seed)
-    try:
-        result = function()
-    except Exception as error:
-        raise BadInput(f"--model: {spec} raised {type(error).__name__}: {error}") from error
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
-        raise BadInput(
-            f"--model: {spec} must return (model, batch) or (model, batch_function), "
-            f"got {type(result).__name__}"
-        )
-    model, batch = result
-    return model, batch if callable(batch) else lambda step: batch

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import onepass
 from onepass.bench.harness import Timing
-from onepass.compare.errors import BadInput
+from onepass.compare.errors import BadInput, BadModel
 from onepass.compare.model import cast
 from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import Settings
@@ -126,10 +126,9 @@ def _obstacle(choice: Choice, trained: Sequence[Tensor]) -> str | None:
 def _check_forward(model: nn.Module, batch, settings: Settings) -> None:
     try:
         Trainer(model, settings).loss(batch)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except BadModel as error:
         raise BadInput(
-            f"--master trains the model with bfloat16 parameters, and its forward fails: {reason}"
+            f"--master trains the model with bfloat16 parameters, and its forward fails: {error}"
         ) from error
 
 

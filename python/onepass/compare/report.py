@@ -19,6 +19,7 @@ from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
 
 SCHEMA_VERSION = 1
+SAME = {True: "same", False: "different", None: "cannot tell"}
 WORTH_NAMING = 0.10  # share of the swapped step from which a part not accelerated is named
 
 
@@ -37,8 +38,9 @@ class Result:
     seconds: float
 
     @property
-    def same(self) -> bool:
-        return all(phase.same for phase in self.sameness)
+    def same(self) -> bool | None:
+        found = {phase.same for phase in self.sameness}
+        return False if False in found else None if None in found else True
 
     @property
     def optimizer_same(self) -> bool | None:
@@ -148,17 +150,16 @@ def verdict(result: Result) -> str:
     gaps = []
     for phase in result.sameness:
         words = "" if gaps else " stock-versus-stock"
-        outside = " (different)" if several and not phase.same else ""
+        outside = f" ({SAME[phase.same]})" if several and not phase.same else ""
         numbers = f"{short(phase.gap)} against {short(phase.stock_gap)}"
         gaps.append(numbers + words + with_dropout(phase.dropout) + outside)
-    same = "same" if result.same else "different"
     rest = [f"{_title(part)}, {_range(share)}" for part, share in not_accelerated(result).items()]
     if not result.swap_report["swapped"]:
         tail = " Nothing was swapped."
     else:
         tail = f" Not accelerated: {'; '.join(rest)}." if rest else ""
     tail += _optimizer_sentence(result)
-    return f"{', '.join(speeds)}; loss gap {', '.join(gaps)}: {same}.{tail}"
+    return f"{', '.join(speeds)}; loss gap {', '.join(gaps)}: {SAME[result.same]}.{tail}"
 
 
 def _times_faster(interval: Interval) -> tuple[str, str]:
@@ -179,10 +180,9 @@ def _optimizer_sentence(result: Result) -> str:
         return ""
     text, remark = _times_faster(compared.timing.ratio("onepass", BASELINE.name))
     training = compared.outcomes["onepass"].training
-    same = "same" if training.same else "different"
     return (
         f" AdamW's step: {text} {BASELINE.name}{remark}; loss gap {short(training.gap)} against "
-        f"{short(training.stock_gap)}: {same}."
+        f"{short(training.stock_gap)}: {SAME[training.same]}."
     )
 
 
@@ -217,10 +217,15 @@ def print_result(result: Result, console: Console) -> None:
             console.print()
     print_table(console, _sameness_table(result), before="dropout ")
     for name, step in result.first_steps.items():
+        gradients = "stock's gradients have no digits to compare"
+        if step.gradient_error is not None:
+            gradients = (
+                f"worst gradient error {step.gradient_error:.1e} of that gradient's largest, in "
+                f"{step.gradient_name}"
+            )
         console.print(
             f"First step, {name} against stock, dropout off: loss difference "
-            f"{step.loss_difference:.1e} of {step.loss:.4f}; worst gradient error "
-            f"{step.gradient_error:.1e} of that gradient's largest, in {step.gradient_name}.",
+            f"{step.loss_difference:.1e} of {step.loss:.4f}; {gradients}.",
             markup=False,
         )
     print_table(console, _optimizer_table(result))
@@ -332,7 +337,7 @@ def _sameness_table(result: Result) -> Table:
             str(phase.steps[-1]),
             f"{phase.gap:.1e}",
             f"{phase.stock_gap:.1e}",
-            "same" if phase.same else "different",
+            SAME[phase.same],
         )
     return table
 
@@ -373,7 +378,6 @@ def _training_table(result: Result) -> Table:
     trained = {name: o for name, o in compared.outcomes.items() if o.training}
     stock = next(iter(trained.values())).training
     table.add_row(BASELINE.name, str(stock.steps[-1]), f"{stock.stock[0][-1]:.4f}")
-    judgement = {True: "same", False: "different", None: "other numerics"}
     for name, outcome in trained.items():
         training = outcome.training
         table.add_row(
@@ -382,7 +386,7 @@ def _training_table(result: Result) -> Table:
             f"{training.swapped[-1]:.4f}",
             f"{training.gap:.1e}",
             "" if outcome.same is None else f"{training.stock_gap:.1e}",
-            judgement[outcome.same],
+            SAME[training.same] if outcome.choice.is_plain else "other numerics",
         )
     return table
 

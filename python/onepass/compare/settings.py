@@ -14,6 +14,7 @@ import onepass
 from onepass import _library, _malloc
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
+from onepass.compare.user_model import MODEL_HELP
 from onepass.swapping.matchers import KINDS
 
 # One step of the speed phase at these sizes takes a few seconds on two cores; the sameness phase
@@ -113,8 +114,8 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         state_dtype=None, plot=None,
     )  # fmt: skip
     add = parser.add_argument
-    add("--model", metavar="PACKAGE.MODULE:FUNCTION", help="a model of your own, not the GPT: the "
-        "function returns (model, batch) or (model, batch_function of the step)")  # fmt: skip
+    add("--model", metavar="PACKAGE.MODULE:FUNCTION",
+        help=f"a model of your own, not the GPT: {MODEL_HELP}")  # fmt: skip
     add("--text", nargs="+", metavar="FILE", help="train on these files, not the standard library")
     add("--rmsnorm", action="store_true", help="Llama layout: nn.RMSNorm and no bias")
     for name in SIZE_FLAGS:

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from onepass._batch import call
 from onepass.compare import attribution
-from onepass.compare.errors import BadInput
-from onepass.compare.model import call, cast, loss_of
+from onepass.compare.errors import BadModel
+from onepass.compare.model import cast
 from onepass.compare.settings import Settings
+from onepass.compare.user_model import (
+    check_dense_gradients,
+    check_loss,
+    check_trainable,
+    loss_of,
+    telling_errors,
+)
 
 STOCK_RUNS = 4  # span the stock-versus-stock band
 CURVE_POINTS = 20
@@ -32,10 +40,10 @@ def fused_adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that require a gradient; raises BadInput if none does."""
+    """Parameters that require a gradient; raises BadModel if none does."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise BadInput("--model must have a parameter that requires a gradient")
+        raise BadModel("must have a parameter that requires a gradient")
     return trained
 
 
@@ -53,21 +61,33 @@ class Trainer:
         """A step runs inside `around()`."""
         self.model, self.around = model.train(), around
         self.device, self.dtype = settings.device, settings.dtype
+        check_trainable(model)
         self.forward: Callable = torch.compile(model) if compiled else model
         self.optimizer = make_optimizer(trained_parameters(model))
+        self._has_trained = False
 
     def loss(self, batch) -> Tensor:
         """Scalar loss of a batch, under autocast when the dtype asks for it."""
         with torch.autocast(self.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
-            return loss_of(call(self.forward, batch))
+            with telling_errors(self.model, batch):
+                return loss_of(call(self.forward, batch))
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds to the gradients; the first time it checks that they can be trained with."""
+        if self._has_trained:
+            loss.backward()
+            return
+        check_loss(loss)
+        with telling_errors(self.model):
+            loss.backward()
+        check_dense_gradients(self.model)
+        self._has_trained = True
 
     def step(self, batch) -> Tensor:
         """Forward, loss, backward, AdamW step, zero_grad; returns the loss, detached."""
         with self.around():
             loss = self.loss(batch)
-            if not loss.requires_grad:
-                raise BadInput("--model must return something that depends on its parameters")
-            loss.backward()
+            self.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss.detach()
@@ -81,7 +101,7 @@ class Trainer:
             timeline.enter_phase(attribution.PAUSED)
             timeline.watch_backward(loss)
             timeline.enter_phase("backward")
-            loss.backward()
+            self.backward(loss)
             timeline.enter_phase("update", "optimizer")
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -123,8 +143,17 @@ class Sameness:
         return _worst(self.band)
 
     @property
-    def same(self) -> bool:
-        """Whether the gap lies in the band; NaN never does."""
+    def same(self) -> bool | None:
+        """Whether the gap lies in the band; NaN in swapped alone never does.
+
+        None: the curves cannot tell, since stock's own losses are not finite, or all losses are one
+        number, as where the loss underflows to zero.
+        """
+        losses = {loss for run in self.stock for loss in run}
+        if not all(map(math.isfinite, losses)):
+            return None
+        if len(losses | set(self.swapped)) == 1:
+            return None
         return self.gap <= BAND_FACTOR * self.stock_gap
 
     def to_dict(self) -> dict:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.compare.data import Batches, Text, held_out_batch
-from onepass.compare.model import GPT, Sizes, load_user_model, move, tokens_in
+from onepass.compare.model import GPT, Sizes, move
 from onepass.compare.settings import Settings
+from onepass.compare.user_model import batch_of, check_trainable, load_user_model, tokens_in
 
 HELD_OUT_TOKENS = 4096  # per point of a loss curve
 HELD_OUT_ROWS = 4  # of one forward while measuring it: keeps the memory small
@@ -71,16 +72,17 @@ class UserWorkload:
 
     def __init__(self, settings: Settings):
         self.settings, self.device = settings, settings.device
-        self._model, self._batches = load_user_model(settings.model, settings.seed)
+        self._model, self._batch = load_user_model(settings.model, settings.seed)
+        check_trainable(self._model)
         self._model.to(self.device).train()
-        self.items_per_batch = tokens_in(self._batches(0))
+        self.items_per_batch = tokens_in(batch_of(self._batch, 0))
         self.curve_name = "training loss"
 
     def build(self) -> nn.Module:
         return copy.deepcopy(self._model)
 
     def batch(self, step: int):
-        return move(self._batches(step), self.device)
+        return move(batch_of(self._batch, step), self.device)
 
     def small_batch(self):
         return self.batch(0)

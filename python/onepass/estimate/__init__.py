@@ -44,8 +44,9 @@ def estimate(
     Args:
         model: a module, or a function that returns (model, batch), which is called without the
             memory of its parameters. A module may be on "meta".
-        batch: a tensor; a tuple or list of arguments; a dict of keywords. Where the model is a
-            function, it may return a function of the step instead.
+        batch: a tensor; a tuple or list of arguments; a dict of keywords; or what a forward of one
+            argument takes. Where the model is a function, it may return a function of the step
+            instead.
         optimizer: a class, or a function of the parameters, that makes it.
         swap, kinds: as `onepass.swap(model, kinds=kinds)` would change the model.
         dtype: parameters and floating-point batches are cast to it; None: unchanged.
@@ -63,7 +64,7 @@ def estimate(
     Raises:
         TypeError: model is neither a module nor a function.
         RuntimeError: the model reads values that were not computed (the message names the line),
-            or cannot be run.
+            or cannot be run; an error of its own is told in it, and is its cause.
 
     Examples:
         >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -72,7 +73,7 @@ def estimate(
         >>> swapped.activations < stock.activations
         True
     """
-    from onepass.compare.errors import BadInput
+    from onepass.compare.errors import BadInput, BadModel
     from onepass.estimate import step, subject
 
     if not callable(model):
@@ -82,10 +83,11 @@ def estimate(
         raise ValueError(f"estimate: kinds must come with swap=True, got {kinds!r}")
     if lazy_logits and not swap:
         raise ValueError("estimate: lazy_logits must come with swap=True")
-    if isinstance(model, torch.nn.Module):
-        given = subject.Subject(model, batch, real=real)
-    else:
-        given = subject.made(model, real)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"estimate: dtype must be a torch.dtype or None, got {dtype!r}")
+    if not callable(optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"estimate: optimizer must be a class or a function, got {kind}")
     if isinstance(kinds, str):
         kinds = (kinds,)
     options = step.Options(
@@ -97,7 +99,13 @@ def estimate(
         lazy_logits=lazy_logits,
     )
     try:
+        if isinstance(model, torch.nn.Module):
+            given = subject.Subject(model, batch, real=real)
+        else:
+            given = subject.made(model, real)
         found = step.run(given, options, {"": optimizer})
+    except BadModel as error:
+        raise RuntimeError(f"estimate: {error.of('model', 'real=True')}") from error
     except BadInput as error:
         raise RuntimeError(f"estimate: {error}") from error
     return step.estimate_of(found, "")

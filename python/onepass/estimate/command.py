@@ -26,8 +26,9 @@ import warnings
 
 from onepass._output_file import write_or_say
 from onepass.compare import files_of
-from onepass.compare.errors import BadInput
+from onepass.compare.errors import BadInput, BadModel
 from onepass.compare.settings import command_line
+from onepass.compare.user_model import MODEL_HELP
 from onepass.swapping.matchers import KINDS
 
 STDOUT = "-"
@@ -39,9 +40,8 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `onepass estimate` to parser."""
     add = parser.add_argument
-    add("--model", metavar="PACKAGE.MODULE:FUNCTION", help="the function returns (model, batch) or "
-        "(model, batch_function of the step); called without the memory of its "
-        "parameters where that works")  # fmt: skip
+    add("--model", metavar="PACKAGE.MODULE:FUNCTION", help=f"{MODEL_HELP}; called without the "
+        "memory of its parameters where that works")  # fmt: skip
     add("--config", metavar="CONFIG.JSON", help="a config of transformers instead of --model")
     add("--batch", type=int, metavar="N", help="rows of the batch (default: as it comes, or 1)")
     add("--seq", type=int, metavar="N", help="tokens in a row, with --config (default: as many as "
@@ -67,6 +67,10 @@ def main(args: argparse.Namespace) -> int:
         files = files_of(args)
         settings = _settings(args)
         survey = _survey(args, settings)
+    except BadModel as error:
+        named = "--config" if args.config else "--model"
+        print(f"estimate: {error.of(named, '--real')}", file=sys.stderr)
+        return 2
     except BadInput as error:
         print(f"estimate: {error}", file=sys.stderr)
         return 2
@@ -103,7 +107,7 @@ def _survey(args: argparse.Namespace, settings):
 
 
 def _subject(args: argparse.Namespace):
-    from onepass.compare.model import load_user_model
+    from onepass.compare.user_model import load_user_model
     from onepass.estimate import configs, subject
 
     if bool(args.model) == bool(args.config):
@@ -111,7 +115,7 @@ def _subject(args: argparse.Namespace):
     if args.model:
         if args.seq is not None:
             raise BadInput("--seq must come with --config: --model brings its own batch")
-        return subject.made(lambda: load_user_model(args.model, 0), args.real)
+        return subject.made(lambda: load_user_model(args.model), args.real)
     make = configs.maker(args.config, args.batch or 1, args.seq)
     return subject.made(make, args.real)
 

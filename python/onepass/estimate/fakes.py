@@ -11,8 +11,10 @@ results follow from the same facts: :class:`Known`.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MOST_COMPUTED, MOST_MADE = 1 << 24, 1 << 20
 MOST_KNOWN = 1 << 14  # calls; then the cache starts anew
 
+_torch_log = logging.getLogger("torch._subclasses.fake_tensor")
 _READ = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -44,6 +47,18 @@ _PLAIN = frozenset((
 
 def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def without_logs() -> Iterator[None]:
+    """Inside, torch does not log the traceback of an operator that refuses its fake arguments: the
+    error is told as any other."""
+    level = _torch_log.level
+    _torch_log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _torch_log.setLevel(level)
 
 
 def tensors_of(tree) -> list[Tensor]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
 import re
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.utils.checkpoint
@@ -24,11 +21,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 import onepass
+from onepass._batch import call
 from onepass._ops import loss as loss_ops
-from onepass.compare.errors import BadInput
-from onepass.compare.model import call, loss_of
+from onepass.compare.errors import BadInput, BadModel
+from onepass.compare.user_model import check_loss, loss_of, place_of, telling_errors, told_as
 from onepass.estimate import optimizers
-from onepass.estimate.fakes import tensors_of
+from onepass.estimate.fakes import tensors_of, without_logs
 from onepass.estimate.result import Estimate
 from onepass.estimate.subject import Subject
 from onepass.estimate.timeline import (
@@ -144,6 +142,7 @@ def run(
     batch = subject.batch_of(options.rows, options.dtype)
     with contextlib.ExitStack() as ending:
         ending.enter_context(torch.random.fork_rng(devices=()))
+        ending.enter_context(without_logs())
         ending.enter_context(subject.in_force(model))
         if options.lazy_logits and subject.fake:
             from onepass.integrations.transformers import lazy_logits
@@ -161,14 +160,17 @@ def _run(subject, model, batch, options, makes, swapped, trace) -> Step:
     weights = list(model.parameters())
     trained = [parameter for parameter in weights if parameter.requires_grad]
     if not trained:
-        raise BadInput("model must have a parameter that requires a gradient")
+        raise BadModel("must have a parameter that requires a gradient")
     timeline.begin_with((*model.buffers(), *tensors_of(batch)), weights)
     there = timeline.total
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda p: timeline.is_gradient(p.grad))
         for parameter in trained
     ]
-    with torch.enable_grad(), _saying_what_is_read(), timeline.watching():
+    with torch.enable_grad(), contextlib.ExitStack() as ending:
+        ending.enter_context(telling_errors(model, batch))
+        ending.enter_context(_saying_what_is_read())
+        ending.enter_context(timeline.watching())
         timeline.enter(FORWARD)
         with timeline.saving():
             loss = _loss(model, batch, options.autocast)
@@ -183,10 +185,11 @@ def _run(subject, model, batch, options, makes, swapped, trace) -> Step:
         for hook in hooks:
             hook.remove()
         gradients = timeline.live[GRADIENTS]
-        updates = {
-            name: _update(timeline, make, trained, bool(subject.fake))
-            for name, make in makes.items()
-        }
+        with _telling_of_the_optimizer():
+            updates = {
+                name: _update(timeline, make, trained, bool(subject.fake))
+                for name, make in makes.items()
+            }
     parameters = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in weights}
     for parameter in trained:
         parameter.grad = None
@@ -209,8 +212,7 @@ def _run(subject, model, batch, options, makes, swapped, trace) -> Step:
 def _loss(model: nn.Module, batch, autocast: bool) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = loss_of(call(model, batch))
-    if not loss.requires_grad:
-        raise BadInput("model must return something that depends on its parameters")
+    check_loss(loss)
     return loss
 
 
@@ -373,7 +375,7 @@ def checkpoint(model: nn.Module) -> None:
             return
     layers = _layers(model)
     if not layers:
-        raise BadInput("model must hold a list of layers of one class for checkpointing")
+        raise BadModel("must hold a list of layers of one class for checkpointing")
     for layer in layers:
         layer.forward = functools.partial(
             torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False
@@ -388,7 +390,13 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [layer for child in children for layer in _layers(child)]
 
 
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, onepass))
+@contextlib.contextmanager
+def _telling_of_the_optimizer() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        rule = "optimizer must make one of the model's parameters, which can make a step"
+        raise BadInput(f"{rule}, got {told_as(error)}") from error
 
 
 @contextlib.contextmanager
@@ -401,23 +409,16 @@ def _saying_what_is_read() -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
     ) as error:
-        raise BadInput(_reading(error)) from error
+        raise _reading(error) from error
     except RuntimeError as error:
         if "numpy" in str(error) or "data_ptr" in str(error) or "data pointer" in str(error):
-            raise BadInput(_reading(error)) from error
+            raise _reading(error) from error
         raise
 
 
-def _reading(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    of_the_model = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    frame = (of_the_model or frames)[-1]
-    line = frame.line or linecache.getline(frame.filename, frame.lineno).strip()
-    return (
-        "model must not read data where none is computed, got "
-        f"`{line}` in {frame.name} ({frame.filename}:{frame.lineno}): "
-        "run one step on real data instead (--real, real=True)"
-    )
+def _reading(error: Exception) -> BadModel:
+    place = place_of(error) or told_as(error)
+    return BadModel(f"must not read data where none is computed, got {place}", runs_with_data=True)
 
 
 def estimate_of(step: Step, optimizer: str) -> Estimate:

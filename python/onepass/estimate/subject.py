@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from onepass.compare.model import each_tensor
-from onepass.estimate.fakes import MOST_COMPUTED, Fakes, fake_mode, tensors_of
+from onepass.compare.user_model import batch_of, check_batch, check_trainable, checked_pair
+from onepass.estimate.fakes import MOST_COMPUTED, Fakes, fake_mode, tensors_of, without_logs
 
 
 class Subject:
@@ -21,9 +22,11 @@ class Subject:
     """
 
     def __init__(self, model: nn.Module, batch, fake: FakeTensorMode | None = None, real=False):
+        check_batch(batch)
+        check_trainable(model, needs_data=real)
         self.real = real
         self.fake = None if real else fake or fake_mode()
-        self.batch = batch
+        self.batch = batch if real else each_tensor(batch, self._with_a_device)
         self._model = copy.deepcopy(model) if real else _on_meta(model)
 
     def model(self, dtype: torch.dtype | None) -> nn.Module:
@@ -54,6 +57,9 @@ class Subject:
         finally:
             for holder, name, tensor in before:
                 holder[name] = tensor
+
+    def _with_a_device(self, tensor: Tensor) -> Tensor:
+        return self._fake(tensor) if tensor.is_meta and type(tensor) is Tensor else tensor
 
     def _fake(self, tensor: Tensor) -> Tensor:
         # Shares its storage, so that tensors with a common storage keep it.
@@ -101,18 +107,13 @@ def made(make: Callable[[], tuple[nn.Module, object]], real: bool = False) -> Su
         fake = fake_mode()
         random = torch.get_rng_state()
         try:
-            with Fakes(fake):
-                model, batch = make()
-            return Subject(model, first_of(batch), fake)
+            with Fakes(fake), without_logs():
+                model, batch = checked_pair(make())
+            return Subject(model, batch_of(batch, 0), fake)
         except Exception:  # it may need data; real errors are raised again below
             torch.set_rng_state(random)
-    model, batch = make()
-    return Subject(model, first_of(batch), real=real)
-
-
-def first_of(batch):
-    """The batch of the first step, where there is a function of the step."""
-    return batch(0) if callable(batch) and not isinstance(batch, (Tensor, Mapping)) else batch
+    model, batch = checked_pair(make())
+    return Subject(model, batch_of(batch, 0), real=real)
 
 
 def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onepass.compare.errors import BadInput
+from onepass.compare.errors import BadInput, BadModel
 from onepass.estimate import optimizers, step
 from onepass.estimate.layers import Series
 from onepass.estimate.step import Options, Step, Update
@@ -131,7 +131,8 @@ class Surveyor:
             except BadInput as error:
                 if not variant.endswith(CHECKPOINTED):
                     raise
-                left_out[variant] = str(error)
+                told = error.of("model", "--real") if isinstance(error, BadModel) else str(error)
+                left_out[variant] = told
         steps = {variant: found[variant] for variant in VARIANTS if variant in found}
         left_out = {variant: left_out[variant] for variant in VARIANTS if variant in left_out}
         rows = steps[STOCK].rows

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 
 from onepass._ops.small_calls import CHUNK_OF_WORD
+from onepass.compare.errors import BadModel
 from onepass.estimate.fakes import Fakes, tensors_of
 
 _CAST = torch.ops.aten._to_copy.default
@@ -100,7 +101,11 @@ class Timeline(Fakes):
             return NotImplemented  # by operators that are seen
         result = self.run(function, types, args, kwargs or {})
         for tensor in () if _returns_an_argument(function) else tensors_of(result):
-            key = tensor.untyped_storage()._cdata
+            try:
+                key = tensor.untyped_storage()._cdata
+            except NotImplementedError:
+                got = f"one of {tensor.layout} from {function.name()}"
+                raise BadModel(f"must compute with dense tensors, got {got}") from None
             if key not in self.blocks:
                 self._add(key, tensor, self._owner(function, args), function)
         if function is torch.ops.onepass.linear_loss.default:

@@ -92,15 +92,18 @@ class Report:
         where the loss sees them.
 
         Args:
-            batch: the model's positional arguments; a single dict, or a tokenizer's result, is
-                passed as keywords.
+            batch: the model's positional arguments, or one batch: a dict or a tokenizer's result is
+                passed as keywords, a tuple or list item by item, unless forward requires one
+                argument alone and cannot be called like that.
             loss_fn: takes the model's output and returns a scalar tensor; it and the gradients, if
                 there are any, then decide, and other outputs are only listed. Without it
                 the loss is the output's `loss`, or the scalar in it, or else a fixed random
                 projection of it, and outputs decide too.
 
         Returns:
-            Verification: prints as one line; `ok`, `worst` (name), `padding`, `to_dict()`.
+            Verification: prints as one line; `ok`, `reason`, `worst` (name), `kernels`, `padding`,
+            `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and gradients have no
+            digits. Calls that are too small to gain are also verified as in a larger batch.
 
         Raises:
             RuntimeError: the model is on the meta device, or its classes have changed; the report

@@ -13,13 +13,14 @@ The model's state is restored as by `Report.verify`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from onepass._batch import arguments
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, Plan
 from onepass.swapping.reasons import Because, Reason
@@ -44,11 +45,9 @@ class Call(NamedTuple):
     kwargs: dict
 
     @classmethod
-    def of(cls, batch: object) -> Call:
+    def of(cls, model: nn.Module, batch: object) -> Call:
         """The call of a model that gets this batch."""
-        if isinstance(batch, Mapping):
-            return cls((), dict(batch))
-        return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+        return cls(*arguments(model, batch))
 
 
 class _Unit(NamedTuple):
@@ -65,8 +64,8 @@ class _Unit(NamedTuple):
 
 
 def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
-    """Takes the changes out of a plan that do not gain on the sample, which must be the positional
-    arguments of the model (a tuple or list, or one argument) or its keywords (a mapping).
+    """Takes the changes out of a plan that do not gain on the sample, a batch as `_batch` gives it
+    to the model.
 
     Returns:
         Notes for the report.
@@ -84,7 +83,7 @@ def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
 class _Measurement:
     def __init__(self, plan: Plan, model: nn.Module, sample: object):
         self.plan, self.model = plan, model
-        self.step = repeated(model, [Call.of(sample)])
+        self.step = repeated(model, [Call.of(model, sample)])
         self.taken: list[Edit] = []
 
     def decide(self) -> list[str]:

@@ -6,13 +6,14 @@ a copy of the stock model in float64, in which norms that always compute in floa
 their formula. If there can be no such copy, stock with its parameters moved by one rounding shows
 the effect of rounding alone on this model.
 
-Every tensor may be off by what `onepass.numerics` allows: twice stock's own error plus one ulp. One
-draw is not enough for a small tensor, so stock's error counts as at least the usual one in this
-model: the median over its tensors, the largest for tensors of fewer than 64 numbers. If all
-gradients are multiples of one number (a contrastive loss, CTC), one draw is not enough for any of
-them. So before tensors are called different, stock's error is drawn again with parameters that are
-one rounding away, and the largest counts. For tensors that still exceed it, both are drawn
-together, and the medians must keep the rule: a defect shows in every draw.
+Calls that are too small to gain run torch's own kernels. So where there are any, the swapped model
+runs a second time, as it would run a larger batch, and both runs decide.
+
+Bounds are those of :mod:`onepass.swapping.verification`. If all gradients are multiples of one
+number (a contrastive loss, CTC), one draw is not enough for any of them. So before tensors are
+called different, stock's error is drawn again with parameters that are one rounding away, and the
+largest counts. For tensors that still exceed it, both are drawn together, and the medians must keep
+the rule: a defect shows in every draw.
 
 Rows of padding, by the batch's attention mask, count if the loss depends on them: stock's eager
 attention averages over everything there, others give zeros.
@@ -26,110 +27,37 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onepass import numerics
+from onepass._batch import arguments
+from onepass._ops import dispatch_log, small_calls
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import in_force
 from onepass.swapping.classes import ForeignNormForward
-from onepass.swapping.report import preformatted
 from onepass.swapping.undisturbed import State
+from onepass.swapping.verification import (
+    Calls,
+    Deviation,
+    Verification,
+    all_close,
+    deviations_of,
+    distance,
+    is_gradient,
+    largest_of,
+)
 
-_SMALL = 64  # numbers in a tensor below which one draw is not enough
-_NEGLIGIBLE = 1e-6  # relative to the largest: a gradient below it is rounding noise
 # Of stock's error. One draw called 14 of 48 CLIPs and wav2vec2s different, whose swap was right.
 _MOST_DRAWS = 6
 # Draws of both, for tensors that exceed all of those; fewer if the medians are this far off.
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 11
 _HOPELESS = 4.0
 _MASKS = ("attention_mask", "decoder_attention_mask")  # keywords: (batch, seq), 0 is padding
-
-
-class Deviation(NamedTuple):
-    """One tensor: distances are the largest over its elements, relative to the reference's."""
-
-    name: str
-    error: float  # swapped from the reference
-    stock_error: float  # stock from the reference, in the draw that was furthest off
-    allowed: float
-    decides: bool = True  # False for outputs if there is a loss_fn
-
-
-class Verification:
-    """The result of `Report.verify`; prints as one line.
-
-    Attributes:
-        ok: all deciding tensors are as close to the reference as the rule requires.
-        worst: name of the tensor that comes closest to its bound, or exceeds it by most.
-        deviations: per tensor, those that decide first, the worst first.
-        loss: (stock, swapped).
-        judged: "float64", or "rounding" where stock could not run in float64.
-        padding: names of outputs that differ in rows of padding, which neither the loss nor `ok`
-            uses; if not ok, the loss uses such rows, and nothing else differs: "loss".
-    """
-
-    def __init__(
-        self,
-        deviations: list[Deviation],
-        loss: tuple[float, float],
-        judged: str,
-        padding: tuple[str, ...] = (),
-    ):
-        self.deviations = sorted(deviations, key=lambda d: (d.decides, _share(d)), reverse=True)
-        self.loss = loss
-        self.judged = judged
-        self.padding = padding
-
-    @property
-    def ok(self) -> bool:
-        return _all_close(self.deviations)
-
-    @property
-    def worst(self) -> str:
-        return self.deviations[0].name
-
-    def to_dict(self) -> dict:
-        """Everything as plain JSON-able data."""
-        return {
-            "ok": self.ok,
-            "worst": self.worst,
-            "judged": self.judged,
-            "padding": list(self.padding),
-            "loss": {"stock": self.loss[0], "swapped": self.loss[1]},
-            "tensors": [deviation._asdict() for deviation in self.deviations],
-        }
-
-    def __str__(self) -> str:
-        worst = self.deviations[0]
-        truth = "float64" if self.judged == "float64" else "stock"
-        stock = "stock" if self.judged == "float64" else "stock moved by one rounding"
-        text = (
-            f"{'same' if self.ok else 'DIFFERENT'}: loss {self.loss[1]:.7g} swapped, "
-            f"{self.loss[0]:.7g} stock; worst of {len(self.deviations)} tensors is {worst.name}: "
-            f"{worst.error:.1e} from {truth}, {stock} {worst.stock_error:.1e}, "
-            f"allowed {worst.allowed:.1e}"
-        )
-        if self.padding == ("loss",):
-            text += (
-                "; only rows of padding differ, and the loss sees some of them: the last one "
-                "predicts a sequence's first token (label it -100 to leave it out)"
-            )
-        elif self.padding:
-            text += (
-                f"; {', '.join(self.padding)} differs in rows of padding, which nothing looks at"
-            )
-        return text
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return preformatted(str(self))
 
 
 class _Run(NamedTuple):
@@ -155,8 +83,8 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     modules = _modules(report)
-    if len(batch) == 1 and isinstance(batch[0], Mapping):  # tokenizers return one that is no dict
-        batch = (dict(batch[0]),)
+    args, kwargs = arguments(model, batch[0]) if len(batch) == 1 else (batch, {})
+    batch = (*args, kwargs)
     state = State(model, (module for module, _, _ in modules))
     return state.around(lambda: _Pair(model, batch, loss_fn, modules, report._named).verdict())
 
@@ -168,24 +96,63 @@ class _Pair:
         self.model, self.batch, self.loss_fn, self.modules = model, batch, loss_fn, modules
         self.named = named  # edits that give modules onepass's attention by name
         self.double: nn.Module | None = None
+        self.expected: dict[str, Tensor] = {}  # stock's tensors
 
     def verdict(self) -> Verification:
         stock = self._stock()
+        self.expected = stock.tensors
         with _stock(self.model, self.modules):
             self.double = _in_double(self.model, self.modules)
         exact = self._exact()
         if exact is not None and not _finite_alike(exact.tensors, stock.tensors):
             exact = self.double = None
         truth, unseen = stock if exact is None else exact, stock.unseen
-        swapped = self._swapped()
-        deviations = self._against_stock(stock, truth, swapped, unseen)
-        if not _all_close(deviations):
-            deviations = self._against_medians(deviations, stock, truth, swapped, unseen)
-        padding = self._in_padding(deviations, truth, swapped, unseen)
-        if not _all_close(deviations) and self._differs_in_padding_alone(unseen):
-            padding = ("loss",)
         judged = "rounding" if exact is None else "float64"
-        return Verification(deviations, (stock.loss, swapped.loss), judged, padding)
+
+        not_run = self._not_run()
+
+        def verification(swapped: _Run, calls: Calls) -> Verification:
+            deviations = self._against_stock(stock, truth, swapped, unseen)
+            if not all_close(deviations):
+                deviations = self._against_medians(deviations, stock, truth, swapped, unseen)
+            padding = self._in_padding(deviations, truth, swapped, unseen)
+            if not all_close(deviations) and self._differs_in_padding_alone(unseen):
+                padding = ("loss",)
+            losses = (stock.loss, swapped.loss)
+            return Verification(deviations, losses, judged, padding, calls, not_run)
+
+        swapped, calls = self._recorded()
+        found = verification(swapped, calls)
+        if not calls.small or found.ok is False:
+            return found
+        with small_calls.all_gain():
+            swapped, again = self._recorded()
+            calls = calls.and_larger(again)
+            return verification(swapped, calls) if calls.larger else found
+
+    def _recorded(self) -> tuple[_Run, Calls]:
+        with dispatch_log.record() as records:
+            run = self._swapped()
+        return run, Calls.of(records)
+
+    def _not_run(self) -> tuple[str, ...]:
+        """Names of swapped modules that the model does not call, and of dropouts, which are off.
+
+        Of the stock model, in a run of its own: a global hook may keep modules from a fast path.
+        """
+        changed = [module for module, _, _ in self.modules]
+        left = {id(module) for module in changed}
+        hook = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: left.discard(id(module))
+        )
+        try:
+            with _stock(self.model, self.modules):
+                _run(self.model, self.batch, self.loss_fn)
+        finally:
+            hook.remove()
+        dropouts = (m for m in changed if isinstance(m, nn.modules.dropout._DropoutNd) and m.p)
+        left.update(map(id, dropouts))
+        return tuple(name for name, module in self.model.named_modules() if id(module) in left)
 
     def _stock(self, moved=None, hide: bool = False) -> _Run:
         with _stock(self.model, self.modules):
@@ -193,7 +160,10 @@ class _Pair:
 
     def _swapped(self, moved=None, hide: bool = False) -> _Run:
         with _classes(self.modules, "swapped"), in_force(self.named):
-            return _run(self.model, self.batch, self.loss_fn, moved, hide)
+            run = _run(self.model, self.batch, self.loss_fn, moved, hide)
+        for name, tensor in self.expected.items():  # of outputs that have lost their graph
+            run.tensors.setdefault(name, torch.zeros_like(tensor))
+        return run
 
     def _exact(self, moved=None, hide: bool = False) -> _Run | None:
         """Stock in float64; None if it does not run."""
@@ -205,7 +175,7 @@ class _Pair:
         except Exception:  # foreign code may not support the dtype
             self.double = None
             return None
-        computed = (value for name, value in run.tensors.items() if not _is_gradient(name))
+        computed = (value for name, value in run.tensors.items() if not is_gradient(name))
         if any(value.dtype == torch.float64 for value in computed):
             return run
         self.double = None
@@ -230,13 +200,13 @@ class _Pair:
             for name, error in _distances(base, ref, unseen).items():
                 errors[name] = max(errors[name], error)
             deviations = self._deviations(ours, errors, swapped, truth.visible(unseen))
-            if _all_close(deviations):
+            if all_close(deviations):
                 break
         return deviations
 
     def _against_medians(self, deviations, stock, truth, swapped, unseen) -> list[Deviation]:
         """Tensors that exceed it again, by the medians of draws of both."""
-        names = {deviation.name for deviation in deviations if _share(deviation) > 1.0}
+        names = {deviation.name for deviation in deviations if deviation.share > 1.0}
         ours = {name: [error] for name, error in _distances(swapped, truth, unseen).items()}
         errors = {name: [] for name in ours}
         if truth is not stock:
@@ -258,7 +228,7 @@ class _Pair:
                 truth.visible(unseen),
             )
             judged = [m if m.name in names else d for m, d in zip(medians, deviations, strict=True)]
-            shares = [_share(deviation) for deviation in judged if deviation.decides]
+            shares = [deviation.share for deviation in judged if deviation.decides]
             if max(shares) <= 1.0 or max(shares) > _HOPELESS:
                 break
         return judged
@@ -269,8 +239,8 @@ class _Pair:
         return tuple(
             name
             for name in unseen
-            if _distance(swapped.tensors[name], truth.tensors[name])
-            > allowed[name] * (_largest(truth.visible(unseen)[name]) or 1.0)
+            if distance(swapped.tensors[name], truth.tensors[name])
+            > allowed[name] * (largest_of(truth.visible(unseen)[name]) or 1.0)
         )
 
     def _differs_in_padding_alone(self, unseen) -> bool:
@@ -291,11 +261,12 @@ class _Pair:
             exact.visible(hidden),
         )
         scalar = {name for name, tensor in stock.tensors.items() if tensor.dim() == 0}
-        return _all_close([d for d in again if _is_gradient(d.name) or d.name not in scalar])
+        return all_close([d for d in again if is_gradient(d.name) or d.name not in scalar])
 
-    def _deviations(self, ours, errors, swapped, truth) -> list[Deviation]:
-        of_loss = self.loss_fn is not None and any(map(_is_gradient, truth))
-        return _deviations(ours, errors, swapped, truth, of_loss)
+    def _deviations(self, ours, errors, swapped: _Run, truth) -> list[Deviation]:
+        of_loss = self.loss_fn is not None and any(map(is_gradient, truth))
+        dtypes = {name: tensor.dtype for name, tensor in swapped.tensors.items()}
+        return deviations_of(ours, errors, dtypes, truth, of_loss)
 
 
 def _modules(report) -> list[tuple[nn.Module, type, type]]:
@@ -370,8 +341,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> _Run:
         for index, leaf in enumerate(pytree.tree_leaves(batch))
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    kwargs = batch[0] if len(batch) == 1 and isinstance(batch[0], dict) else {}
-    args = () if kwargs else batch
+    args, kwargs = batch[:-1], batch[-1]
     if moved is None:
         output = model(*args, **kwargs)
     else:
@@ -537,55 +507,4 @@ def _finite_alike(exact: dict[str, Tensor], stock: dict[str, Tensor]) -> bool:
 
 def _distances(run: _Run, ref: _Run, unseen: dict[str, Tensor]) -> dict[str, float]:
     tensors, refs = run.visible(unseen), ref.visible(unseen)
-    return {name: _distance(tensors[name], refs[name]) for name in refs}
-
-
-def _deviations(ours, stock, swapped: _Run, exact, of_loss: bool) -> list[Deviation]:
-    """Deviations from distances by name; `of_loss` if only the loss and its gradients decide."""
-    largest = max((_largest(ref) for name, ref in exact.items() if _is_gradient(name)), default=0.0)
-    sizes = {}
-    for name, ref in exact.items():
-        size = _largest(ref)
-        if _is_gradient(name) and size <= _NEGLIGIBLE * largest:
-            size = largest
-        sizes[name] = size or 1.0
-    stock = {name: stock[name] / size for name, size in sizes.items()}
-    # A value that is zero by construction does not show the usual size.
-    said = [stock[name] for name, ref in exact.items() if stock[name] or _largest(ref)] or [0.0]
-    usual, most = statistics.median(said), max(said)
-    deviations = []
-    for name, ref in exact.items():
-        size = sizes[name]
-        typical = usual if ref.numel() >= _SMALL else most
-        ulp = numerics.ulp(swapped.tensors[name].dtype, size) / size
-        allowed = 2 * max(stock[name], typical) + ulp
-        decides = not of_loss or name == "loss" or _is_gradient(name)
-        deviations.append(Deviation(name, ours[name] / size, stock[name], allowed, decides))
-    return deviations
-
-
-def _all_close(deviations: list[Deviation]) -> bool:
-    return all(_share(deviation) <= 1.0 for deviation in deviations if deviation.decides)
-
-
-def _is_gradient(name: str) -> bool:
-    return name.startswith("gradient of ")
-
-
-def _largest(tensor: Tensor) -> float:
-    """Of the finite numbers."""
-    return tensor.abs().nan_to_num(0.0, 0.0).max().item() if tensor.numel() else 0.0
-
-
-def _distance(tensor: Tensor, ref: Tensor) -> float:
-    """Largest difference; infinities and NaNs equal only themselves."""
-    if not ref.numel():
-        return 0.0
-    tensor, ref = tensor.double(), ref.double()
-    same = (tensor == ref) | (tensor.isnan() & ref.isnan())
-    distance = (tensor - ref).abs().masked_fill(same, 0.0).max().item()
-    return float("inf") if distance != distance else distance
-
-
-def _share(deviation: Deviation) -> float:
-    return deviation.error / deviation.allowed
+    return {name: distance(tensors[name], refs[name]) for name in refs}

@@ -1,0 +1,72 @@
+"""How a batch is given to a model: the one rule of `verify`, `explain`, `estimate`, `compare` and
+`profile-swap`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+
+def arguments(model: nn.Module, batch: object) -> tuple[tuple, dict[str, object]]:
+    """The arguments of model's forward, by position and by keyword, that a batch stands for.
+
+    A mapping is given as keywords, a tuple or list item by item, anything else alone. Where forward
+    cannot take that and requires a single argument, this is the batch as it is.
+    """
+    if isinstance(batch, Mapping):
+        args, kwargs = (), dict(batch)
+    elif isinstance(batch, (tuple, list)):
+        args, kwargs = tuple(batch), {}
+    else:
+        return (batch,), {}
+    forward = model.forward
+    is_method = hasattr(forward, "__func__")  # else an attribute, whose owner a cache would keep
+    decide = _takes_it_whole if is_method else _takes_it_whole.__wrapped__
+    if decide(forward.__func__ if is_method else forward, is_method, len(args), tuple(kwargs)):
+        return (batch,), {}
+    return args, kwargs
+
+
+@functools.lru_cache(maxsize=256)  # a signature takes 10 us and more
+def _takes_it_whole(
+    function: Callable, is_method: bool, count: int, names: tuple[str, ...]
+) -> bool:
+    """Whether one argument can be given, but not as many by position and these keywords."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a compiled or scripted function
+        return False
+    given, one = (None,) * (is_method + count), (None,) * (is_method + 1)
+    return not _binds(signature, given, dict.fromkeys(names)) and _binds(signature, one, {})
+
+
+def call(model: nn.Module, batch: object) -> object:
+    """The model's output for a batch."""
+    args, kwargs = arguments(model, batch)
+    return model(*args, **kwargs)
+
+
+def described(model: nn.Module, batch: object) -> str:
+    """What forward takes, and what the batch is."""
+    if isinstance(batch, Mapping):
+        found = f"a dict of {', '.join(map(str, batch))}" if batch else "an empty dict"
+    elif isinstance(batch, (tuple, list)):
+        found = f"a {type(batch).__name__} of {len(batch)}"
+    else:
+        found = type(batch).__name__
+    try:
+        names = ", ".join(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return f"the batch is {found}"
+    return f"forward takes ({names}), the batch is {found}"
+
+
+def _binds(signature: inspect.Signature, args: tuple, kwargs: dict) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

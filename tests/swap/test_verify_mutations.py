@@ -1,0 +1,124 @@
+"""Report.verify finds every operator whose results are wrong by a hundredth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onepass
+from onepass._ops import products, small_calls
+from onepass.compare.model import GPT, Sizes
+from onepass.swapping.matchers import KINDS
+
+LEAST_NORM = dict(small_calls.LEAST_NORM)  # a fixture of all tests removes them
+
+
+class Wrong(TorchDispatchMode):
+    """Scales the results of one operator of onepass, and notes which there are."""
+
+    def __init__(self, name: str | None = None, factor: float = 1.01):
+        super().__init__()
+        self.name, self.factor, self.seen = name, factor, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace != "onepass":
+            return result
+        name = function._schema.name.removeprefix("onepass::")
+        self.seen.add(name)
+        if name != self.name:
+            return result
+        if isinstance(result, torch.Tensor):
+            return self.factor * result
+        return tuple(
+            self.factor * x if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in result
+        )
+
+
+def gpt():
+    tokens = torch.randint(0, 256, (2, 32))
+    sizes = Sizes(layers=1, heads=2, width=32, block=32, batch=2)
+    return GPT(sizes, dropout=0.1), (tokens, tokens)
+
+
+def rms():
+    tokens = torch.randint(0, 256, (2, 32))
+    sizes = Sizes(layers=1, heads=2, width=32, block=32, batch=2)
+    return GPT(sizes, rmsnorm=True), (tokens, tokens)
+
+
+def llama():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    ids = torch.arange(32).reshape(2, 16)
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def images():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 3, 1)
+    ), torch.randn(2, 3, 8, 8)
+
+
+def losses():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.loss = nn.Linear(16, 64), nn.CrossEntropyLoss()
+
+        def forward(self, x, target):
+            return self.loss(self.linear(x), target)
+
+    return Classifier(), (torch.randn(32, 16), torch.arange(32))
+
+
+EXPECTED = {
+    "gpt": {"norm_forward", "attention_forward", "linear_forward"},
+    "rms": {"norm_forward", "attention_forward", "linear_forward"},
+    "llama": {"norm_forward", "attention_forward", "gate_forward", "rotary_forward"},
+    "images": {"group_norm_forward"},
+    "losses": {"linear_forward", "loss_forward"},
+}
+
+
+@pytest.fixture(autouse=True)
+def slow_products(monkeypatch):
+    """Linear layers are swapped, as on AMD."""
+    facts = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
+    monkeypatch.setattr(products, "facts", lambda: facts)
+    monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
+    monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)
+
+
+@pytest.mark.parametrize("make", [gpt, rms, llama, images, losses])
+def test_every_operator_that_is_wrong_is_found(make):
+    torch.manual_seed(0)
+    model, batch = make()
+    report = onepass.swap(model, kinds=KINDS)
+    with Wrong() as mode:
+        assert report.verify(batch).ok
+    assert mode.seen >= EXPECTED[make.__name__]
+    missed = []
+    for name in sorted(mode.seen):
+        with Wrong(name):
+            if report.verify(batch).ok is not False:
+                missed.append(name)
+    assert missed == [], f"of {sorted(mode.seen)}"
+
+
+def test_a_wrong_operator_is_found_in_small_calls_too(monkeypatch):
+    monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST_NORM)
+    report = onepass.swap(nn.Sequential(nn.LayerNorm(64)))
+    x = torch.randn(4, 64)
+    with Wrong() as mode:
+        assert report.verify(x).ok
+    assert len(mode.seen) == 2  # forward and backward
+    for name in mode.seen:
+        with Wrong(name):
+            assert report.verify(x).ok is False

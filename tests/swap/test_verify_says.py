@@ -1,0 +1,154 @@
+"""What a verdict of Report.verify says: which kernels it is about, and when it can say nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass._ops import small_calls
+from onepass.compare.model import GPT, Sizes
+from onepass.swapping import classes
+from tests.swap.test_verify import broken
+
+BOUNDS = {  # a fixture of all tests removes them
+    name: dict(getattr(small_calls, name))
+    for name in ("LEAST_NORM", "LEAST_ATTENTION", "LEAST_LINEAR")
+}
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """Small calls are torch's, as for users."""
+    for name, bound in BOUNDS.items():
+        monkeypatch.setattr(small_calls, name, bound)
+
+
+class Norm(nn.Module):
+    def __init__(self, then=lambda y: y):
+        super().__init__()
+        self.norm, self.then = nn.LayerNorm(64), then
+
+    def forward(self, x):
+        return self.then(self.norm(x))
+
+
+X = torch.randn(4, 64)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def test_kernels_are_listed():
+    result = onepass.swap(Norm()).verify(X)
+    assert result.ok and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
+    assert result.larger_kernels == {} and result.not_run == ()
+    assert "; ran 1 x layer_norm" in str(result) and "\n" not in str(result)
+
+
+def test_calls_that_are_too_small_are_verified_as_larger_ones(bounds, monkeypatch):
+    report = onepass.swap(Norm())
+    result = report.verify(X)
+    assert result.ok and result.kernels == {}
+    assert result.larger_kernels == {"layer_norm": 1, "layer_norm_backward": 1}
+    assert "; run as in a larger batch 1 x layer_norm" in str(result)
+    assert [call["level"] for call in onepass.explain(report._model, X).calls] == ["torch's own"]
+    broken(monkeypatch, onepass.nn.LayerNorm, 1.001)  # which small calls do not reach
+    assert report.verify(X).ok is False
+
+
+def test_a_gpt_with_dropout_is_verified_by_its_attention(bounds):
+    tokens = torch.randint(0, 256, (2, 32))
+    model = GPT(Sizes(layers=2, heads=2, width=32, block=32, batch=2), dropout=0.1)
+    result = onepass.swap(model).verify(tokens, tokens)
+    assert result.ok and result.larger_kernels["attention"] == 2
+    assert "drop" in result.not_run
+
+
+def test_without_a_kernel_there_is_nothing_to_verify():
+    for model in (nn.Sequential(nn.Conv1d(4, 4, 1)), nn.Sequential(nn.Linear(64, 8))):
+        report = onepass.swap(model, kinds=("norm",))
+        result = report.verify(X)
+        assert result.ok is None and result.reason == "no kernel of onepass ran"
+        assert str(result).startswith("nothing to verify: no kernel of onepass ran; loss ")
+        assert json.loads(json.dumps(result.to_dict()))["ok"] is None
+
+
+def test_a_difference_without_a_kernel_is_a_difference(monkeypatch):
+    report = onepass.swap(Norm())
+    wrong = lambda self, x: 1.1 * self.weight * x + self.bias  # noqa: E731
+    monkeypatch.setattr(classes.LayerNormForward, "forward", wrong)
+    result = report.verify(X)
+    assert result.ok is False and result.kernels == {}
+
+
+def test_swapped_modules_that_are_not_called_are_named():
+    model = Norm()
+    model.others = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+    result = onepass.swap(model).verify(X)
+    assert result.ok and result.not_run == ("others.0", "others.1", "others.2")
+    assert str(result).endswith("; swapped and not run others.*")
+
+
+def test_dropouts_which_are_off_are_named():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Dropout(0.0))
+    result = onepass.swap(model).verify(X)
+    assert result.ok and result.not_run == ("1",) and result.to_dict()["not_run"] == ["1"]
+    result = onepass.swap(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Dropout(0.1))).verify(X)
+    assert result.ok is None and result.not_run == ("1",)
+    assert str(result).endswith("; swapped and not run 1")
+
+
+# ---- digits -------------------------------------------------------------------------------------
+
+SILENT = {
+    "zero": lambda y: 0.0 * y.square().sum(),
+    "underflow": lambda y: (1e-30 * y) ** 3,
+    "denormal": lambda y: 1e-42 * y.square().sum(),
+    "constant": lambda y: (0.0 * y + 3.0).sum(),
+    "nan": lambda y: torch.nan * y.sum(),
+    "infinite": lambda y: torch.inf * y.square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_values_without_digits_cannot_tell(name, with_loss, monkeypatch):
+    report = onepass.swap(Norm(SILENT[name]))
+    loss_fn = (lambda y: y.sum()) if with_loss else None
+    result = report.verify(X, loss_fn=loss_fn)
+    assert result.ok is None and result.kernels
+    assert str(result).startswith("cannot tell: loss and gradients have no digits to compare (")
+    assert "allowed" not in str(result)
+    if name in ("zero", "denormal", "underflow"):
+        broken(monkeypatch, classes.LayerNormForward, torch.nan)
+        assert report.verify(X, loss_fn=loss_fn).ok is False
+
+
+def test_frozen_outputs_without_digits_cannot_tell():
+    model = Norm(SILENT["underflow"]).requires_grad_(False)
+    result = onepass.swap(model).verify(X)
+    assert str(result).startswith("cannot tell: outputs have no digits to compare (")
+
+
+def test_some_values_without_digits_do_no_harm(monkeypatch):
+    model = Norm(lambda y: (y, 0.0 * y, 1e-42 * y, torch.full_like(y, torch.nan)))
+    report = onepass.swap(model)
+    loss_fn = lambda output: output[0].square().mean()  # noqa: E731
+    for options in ({"loss_fn": loss_fn}, {}):
+        result = report.verify(X, **options)
+        if options:
+            assert result.ok and result.worst.startswith("gradient of norm.")
+        with monkeypatch.context() as patch:
+            broken(patch, classes.LayerNormForward, 1.001)
+            assert report.verify(X, **options).ok is not True
+
+
+def test_a_bound_as_large_as_the_values_is_none():
+    """Chaos: one rounding changes the output by its size."""
+    chaos = lambda y: torch.sin(1e9 * y)  # noqa: E731
+    result = onepass.swap(Norm(chaos)).verify(X)
+    assert result.ok is None and "no larger than stock's own error" in result.reason
