@@ -116,7 +116,13 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             pairs = zip(given, gradients, strict=True)
             attempt.zeroed = [local(g) for g, placed in pairs if g is not placed]
         try:
-            if not self._call(attempt, numbers, local_params, local_gradients):
+            try:
+                is_made = self._call(attempt, numbers, local_params, local_gradients)
+            except RuntimeError:
+                if self._table.states_stayed():
+                    raise
+                is_made = False
+            if not is_made:
                 self._call_anew(
                     attempt, all_params, numbers, gradients, local_params, local_gradients
                 )
@@ -186,13 +192,17 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         return _ops.optimizer_step(attempt.ran, self._algorithm, table, gradients, hyper, **options)
 
     def _step_table(
-        self, attempt: Attempt, numbers: Numbers, params: list[Tensor]
+        self,
+        attempt: Attempt,
+        numbers: Numbers,
+        params: list[Tensor],
+        watched: Numbers | None = None,
     ) -> _ops.StepTable | None:
         """The operator's arguments for these of the parameters; None if one has gaps."""
         table = self._table
         if attempt.copied:
             return _ops.StepTable(params, table.buffers, table.layout[list(numbers)])
-        return table.step_table(numbers, params)
+        return table.step_table(numbers, params, numbers if watched is None else watched)
 
     def _settings(self, device: torch.device) -> tuple[Tensor, dict]:
         """The operator's settings of all groups, and its options."""
@@ -247,12 +257,12 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         """Makes the step with a new table.
 
         Parameters that changed their shape, dtype or memory need a new table, and states in their
-        memory order. For parameters or gradients in another order, or with gaps, it works on
-        copies.
+        memory order; so do states that changed their memory. For parameters or gradients in another
+        order, or with gaps, it works on copies.
         """
         table = self._table
         self._refuse(local_params, local_gradients)
-        if table.layouts != layouts_of(all_params):
+        if table.layouts != layouts_of(all_params) or not table.states_stayed():
             table = self._table = self._make_table(attempt, all_params, numbers, gradients)
         else:
             masters.reseed_moved(table)
