@@ -17,7 +17,7 @@ from onepass.optim.checks import refuse_sparse
 from onepass.optim.flat_state import Numbers, Places, Request, laid_like
 from onepass.optim.optimizer import FlatOptimizer
 
-_ADD = torch.tensor([Hyper(-1.0)], dtype=torch.float64)  # sum - lr gradient
+_ADD = torch.tensor([Hyper(-1.0)], dtype=torch.float64, device="cpu")  # sum - lr gradient
 NORM_WEIGHT = 0.1  # of a backward's norm in the running one
 
 
@@ -264,4 +264,5 @@ def _table_of(total: Tensor) -> StepTable:
     """The table of a sum, which a step of SGD without momentum updates."""
     row = [0, 0, *[-1] * (LAYOUT["columns"] - 2)]
     row[LAYOUT["step"]], row[LAYOUT["step"] + 1] = 0, 0
-    return StepTable([total], [torch.zeros((), device=total.device)], torch.tensor([row]))
+    step = torch.zeros((), dtype=torch.float32, device=total.device)
+    return StepTable([total], [step], torch.tensor([row], device="cpu"))

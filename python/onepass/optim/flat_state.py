@@ -333,7 +333,9 @@ class TableWriter:
 
     def layout(self) -> Tensor:
         """(rows, columns) int64."""
-        return torch.tensor(self.rows, dtype=torch.int64).reshape(-1, LAYOUT["columns"])
+        return torch.tensor(self.rows, dtype=torch.int64, device="cpu").reshape(
+            -1, LAYOUT["columns"]
+        )
 
     def _put(self, row: list[int], column: int, entry: Tensor | None) -> None:
         if entry is None:

@@ -85,7 +85,8 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
                 (group, EMA_STEPS, group.get(EMA_STEPS, 0) + 1) for group in self.param_groups
             ]
         if not gradients:
-            self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
+            clips = self.max_grad_norm is not None
+            self.grad_norm = torch.zeros((), dtype=torch.float32, device="cpu") if clips else None
             attempt.ran.append(True)
             return
         are_sharded = table.are_sharded if is_known else any(local(p) is not p for p in all_params)

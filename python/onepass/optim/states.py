@@ -121,7 +121,7 @@ class StateOptimizer(torch.optim.Optimizer):
         if not self._needs_noise():
             return
         generator = torch.Generator().manual_seed(torch.initial_seed())
-        seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator))
+        seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device="cpu"))
         seed = broadcast_int(seed)
         self.defaults["seed"] = seed
         for group in self.param_groups:

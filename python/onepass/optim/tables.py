@@ -170,7 +170,7 @@ class TableOptimizer(StateOptimizer):
         if rows != known or (device_table is None) != (device.type == "cpu"):
             # If an interrupt arrives from here on, the next step writes them again.
             self._hyper_tables_held = None, table, device_table
-            table = torch.tensor(rows, dtype=torch.float64)
+            table = torch.tensor(rows, dtype=torch.float64, device="cpu")
             device_table = on_device(table, device, device_table)
             self._hyper_tables_held = rows, table, device_table
         if device_table is not None and not self._lr_is_in_updates:
