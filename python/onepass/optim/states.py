@@ -52,6 +52,10 @@ class StateOptimizer(torch.optim.Optimizer):
         """Further states of a parameter, which the operator does not know."""
         return {}
 
+    def _required(self, param: Tensor, group: dict) -> tuple[str, ...]:
+        """The states that a checkpoint of a parameter must have, if it has others."""
+        return (*self._moment_keys(group), *self._shapes(param))
+
     def _hyper(self, group: dict) -> _ops.Hyper:
         """The settings of `group`."""
         raise NotImplementedError
