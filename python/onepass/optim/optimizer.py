@@ -154,6 +154,11 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         if self._accumulation is not None:
             self._accumulation.clear()
 
+    def __getstate__(self) -> dict:
+        if self._accumulation is not None:
+            self._accumulation.refuse_copies()
+        return super().__getstate__()
+
     def _is_partial(self) -> bool:
         """Whether this is the step of one parameter within backward."""
         return self._accumulation is not None and self._accumulation.is_in_hook()
@@ -304,6 +309,7 @@ class FusedAccumulate(Protocol):
     def to_come(self, params: list[Tensor]) -> Numbers: ...
     def is_in_hook(self) -> bool: ...
     def end_round(self) -> None: ...
+    def refuse_copies(self) -> None: ...
     def clear(self) -> None: ...
 
 
