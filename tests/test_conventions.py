@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 import onepass
 from tests.emulator.executors import operators
@@ -189,6 +190,36 @@ def test_checks_live_in_ops_alone():
             n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Raise)
         ]
         assert not raised, f"{relative(file)}:{raised[0]} raises: checks belong into csrc/ops"
+
+
+# Files whose tensors follow torch's default device, with the reason.
+ON_THE_DEFAULT_DEVICE = {
+    "compare/model.py": "layers of a model that a process of ours makes",
+}
+
+
+def makes_on_the_default_device(call: ast.AST) -> bool:
+    """Whether this is a call of torch that makes tensors and names no device."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    if any(keyword.arg in (None, "device") for keyword in call.keywords):
+        return False
+    owner, name = ast.unparse(call.func.value), call.func.attr
+    if owner == "torch":
+        return name in {function.__name__ for function in _device_constructors()}
+    layer = getattr(torch.nn, name, None) if owner in ("nn", "torch.nn") else None
+    return inspect.isclass(layer) and "device" in inspect.signature(layer).parameters
+
+
+def test_new_tensors_name_their_device():
+    """`torch.set_default_device` may name another device than that of a user's tensors."""
+    found = {}
+    for file in sorted(PYTHON.rglob("*.py")):
+        for node in filter(makes_on_the_default_device, ast.walk(ast.parse(file.read_text()))):
+            found.setdefault(file.relative_to(PYTHON).as_posix(), node.lineno)
+    unnamed = {name: line for name, line in found.items() if name not in ON_THE_DEFAULT_DEVICE}
+    assert not unnamed, f"calls without device=, with their lines: {unnamed}"
+    assert set(ON_THE_DEFAULT_DEVICE) <= set(found), "an exemption that nothing needs"
 
 
 # ---- the files of a family ----------------------------------------------------------------------

@@ -116,12 +116,16 @@ void tell_of_list(const std::vector<Item>& list) {
   for (const Item& item : list) clear_padding(const_cast<Item&>(item));
   tell_of_memory(Memory::kList, list.data(), static_cast<int64_t>(list.size() * sizeof(Item)));
 }
+inline void tell_of_tensor(AtenTensorHandle tensor, const FlatInfo& info) {
+  storage_bytes_of(tensor, info);
+}
 // The strides that a new tensor gets there: those given, or longer ones.
 std::vector<int64_t> emulated_strides(const int64_t* sizes, const int64_t* strides, int64_t dims);
 #else
 // Only the emulated runtime uses it.
 template <class Item>
 void tell_of_list(const std::vector<Item>&) {}
+inline void tell_of_tensor(AtenTensorHandle, const FlatInfo&) {}
 #endif
 
 // The operator that this thread runs, for the error if memory runs out. Checks set it first.

@@ -186,8 +186,8 @@ def _times_float32(dtype: torch.dtype) -> float:
     rows, features = 64, 192
 
     def seconds(dtype: torch.dtype) -> float:
-        x, dy = (torch.ones(rows, features, dtype=dtype) for _ in range(2))
-        weight = torch.ones(features, features, dtype=dtype)
+        x, dy = (torch.ones(rows, features, dtype=dtype, device="cpu") for _ in range(2))
+        weight = torch.ones(features, features, dtype=dtype, device="cpu")
 
         def step() -> float:
             begin = time.perf_counter()
@@ -235,7 +235,7 @@ def _of_new_tensor() -> tuple[int, float]:
     found = []
     for _ in range(12):
         before, begin = page_faults(), time.perf_counter()
-        block = torch.empty(LARGE_BYTES, dtype=torch.uint8)[LARGE_BYTES // 2 :][:part]
+        block = torch.empty(LARGE_BYTES, dtype=torch.uint8, device="cpu")[LARGE_BYTES // 2 :][:part]
         block.zero_()
         filled = time.perf_counter()
         block.zero_()
@@ -318,14 +318,14 @@ def _self_tests() -> Iterator[Line]:
     from onepass import functional, numerics, reference
 
     generator = torch.Generator().manual_seed(0)
-    x, residual = (torch.randn(6, 40, generator=generator) for _ in range(2))
-    weight, bias = (torch.randn(40, generator=generator) for _ in range(2))
+    x, residual = (torch.randn(6, 40, generator=generator, device="cpu") for _ in range(2))
+    weight, bias = (torch.randn(40, generator=generator, device="cpu") for _ in range(2))
     shape, eps, p = (40,), 1e-6, 0.3
-    heads = [torch.randn(192, 2, 20, generator=generator) for _ in range(3)]
-    ends = torch.tensor([0, 70, 192], dtype=torch.int32)
-    used = torch.tensor([191], dtype=torch.int32)
-    matrix = torch.randn(40, 40, generator=generator)
-    dy = torch.randn(192, 40, generator=generator)  # enough rows for any output
+    heads = [torch.randn(192, 2, 20, generator=generator, device="cpu") for _ in range(3)]
+    ends = torch.tensor([0, 70, 192], dtype=torch.int32, device="cpu")
+    used = torch.tensor([191], dtype=torch.int32, device="cpu")
+    matrix = torch.randn(40, 40, generator=generator, device="cpu")
+    dy = torch.randn(192, 40, generator=generator, device="cpu")  # enough rows for any output
 
     def dense(ops, *rows):
         batch = (t.transpose(0, 1)[None] for t in rows)
@@ -349,11 +349,11 @@ def _self_tests() -> Iterator[Line]:
         return (query + key).flatten(1)
 
     def loss(ops, rows):  # of 6 rows, one of which is ignored, for each of a gradient
-        targets = torch.tensor([3, 39, -100, 0, 7, 20])
+        targets = torch.tensor([3, 39, -100, 0, 7, 20], device="cpu")
         return ops.cross_entropy(rows, targets, reduction="none")[:, None].expand(6, 40)
 
     def loss_of_layer(ops, rows, layer, of_layer):
-        targets = torch.tensor([3, 39, -100, 0, 7, 20])
+        targets = torch.tensor([3, 39, -100, 0, 7, 20], device="cpu")
         loss = ops.linear_cross_entropy(rows, layer, targets, linear_bias=of_layer)
         return loss.expand(6, 40)
 

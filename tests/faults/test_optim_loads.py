@@ -23,6 +23,7 @@ from tests.optim.cases import (
     members,
     names,
     ours,
+    over_copies,
     snapshot,
     steps,
 )
@@ -340,3 +341,77 @@ def test_clipping_freed_gradients():
     assert torch.equal(params[1].grad, torch.ones(4, 5))
     params[2].grad = torch.ones(4, 5)
     assert float(onepass.optim.clip_grad_norm_(params, 0.5)) == pytest.approx(60**0.5)
+
+
+# ---- missing states ------------------------------------------------------------------------------
+
+REQUIRED = {
+    "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "Lion": ("exp_avg",),
+    "Muon": ("momentum_buffer",),
+    "Adafactor": ("row_var", "col_var"),
+    "LAMB": ("exp_avg", "exp_avg_sq"),
+}
+REQUIRED_CASES = [(name, key) for name, keys in REQUIRED.items() for key in keys]
+
+
+def matrices(name, count=2, kind=ours, **options):
+    flags = {"lr": 1e-2, **({"amsgrad": True} if name == "AdamW" else {}), **options}
+    return kind(name)([torch.randn(8, 8, requires_grad=True) for _ in range(count)], **flags)
+
+
+@pytest.mark.parametrize("none", [False, True], ids=["absent", "None"])
+@pytest.mark.parametrize(("name", "key"), REQUIRED_CASES)
+def test_a_checkpoint_without_a_moment_is_refused(name, key, none):
+    """Steps would go on from zeros at the old count."""
+    checkpoint = steps(matrices(name, ema_decay=0.9), 2).state_dict()
+    checkpoint["state"][1][key] = None
+    if not none:
+        del checkpoint["state"][1][key]
+    fresh = matrices(name, ema_decay=0.9)
+    match = f"{name}: state of parameter 1 must have {key}, got"
+    refused(fresh, lambda: fresh.load_state_dict(checkpoint), KeyError, match)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adafactor"])
+def test_fuse_refuses_a_missing_moment(name):
+    old = steps(matrices(name, kind=lambda name: getattr(torch.optim, name)), 2)
+    del old.state[members(old)[0]][REQUIRED[name][0]]
+    with pytest.raises(KeyError, match="state of parameter 0 must have"):
+        onepass.optim.fuse(old)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_what_need_not_be_in_a_checkpoint(name):
+    """Parameters without a gradient so far, their own keys, first steps to come."""
+    optimizer = matrices(name, 4)
+    params = members(optimizer)
+    params[0].grad = torch.ones(8, 8)
+    optimizer.step()
+    checkpoint = optimizer.state_dict()
+    checkpoint["state"][1] = {}
+    if "step" in checkpoint["state"][0]:
+        checkpoint["state"][2] = {"step": torch.tensor(0.0)}
+    else:
+        checkpoint["state"][2] = {"mine": 1}
+    fresh = matrices(name, 4)
+    fresh.load_state_dict(checkpoint)
+    steps(fresh, 1)
+
+
+@pytest.mark.parametrize("momentum", [{"momentum_buffer": None}, {}])
+def test_a_momentum_of_sgd_may_begin_later(momentum):
+    fresh = matrices("SGD", momentum=0.9)
+    checkpoint = {**fresh.state_dict(), "state": {0: momentum}}
+    fresh.load_state_dict(checkpoint)
+    new = over_copies("SGD", fresh, lr=1e-2, momentum=0.9, weight_decay=0.0)
+    assert_same(snapshot(steps(fresh, 2)), snapshot(steps(new, 2)))
+
+
+def test_a_copy_goes_on_after_another_setting():
+    """amsgrad switched on: the next step makes its moment, in a copy too."""
+    optimizer = steps(matrices("Adam"), 2)
+    optimizer.param_groups[0]["amsgrad"] = True
+    copied = copy.deepcopy(optimizer)
+    assert_same(snapshot(steps(copied, 1, 2)), snapshot(steps(optimizer, 1, 2)))

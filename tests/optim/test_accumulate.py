@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -395,6 +397,55 @@ def test_schedulers_and_what_has_no_hook():
 
 
 # ---- contract ------------------------------------------------------------------------------------
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+}
+
+
+@optimizers
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_do_not_lose_sums(how, name):
+    """Refused while there are sums; afterwards a copy is an optimizer without hooks."""
+    model, optimizer = build(name)
+    sums = fused_accumulate(optimizer)
+    model(batch(0)).backward()
+    held = sums.sum_of(model.first.weight).clone()
+    match = f"{name}: copy and pickle must not be called while fused_accumulate holds sums"
+    with pytest.raises(RuntimeError, match=match):
+        COPIES[how]((model, optimizer)) if how != "copy" else copy.copy(optimizer)
+    assert torch.equal(sums.sum_of(model.first.weight), held)
+    optimizer.step()
+    optimizer.zero_grad()
+    if how != "copy":
+        other, copied = COPIES[how]((model, optimizer))
+        fused_accumulate(copied)
+        for each, stepped in ((model, optimizer), (other, copied)):
+            each(batch(1)).backward()
+            stepped.step()
+        assert_same(snapshot(copied), snapshot(optimizer))
+
+
+def test_copies_between_backwards_that_only_add():
+    model, optimizer = build("AdamW")
+    sums = fused_accumulate(optimizer, in_backward=True)
+    with sums.accumulating():
+        model(batch(0)).backward()
+    with pytest.raises(RuntimeError, match="must not be called while"):
+        copy.deepcopy(optimizer)
+    model(batch(1)).backward()
+    copy.deepcopy((model, optimizer))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_hooks_are_not_copied(how):
+    _, optimizer = build("AdamW")
+    sums = fused_accumulate(optimizer)
+    with pytest.raises(RuntimeError, match="fused_accumulate: hooks must not be copied"):
+        COPIES[how](sums)
 
 
 def test_remove():

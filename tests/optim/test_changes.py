@@ -158,19 +158,6 @@ def test_one_gradient_of_other_strides_leaves_the_table_alone():
     assert optimizer._table is table and table.step_tables == tables
 
 
-@names
-def test_an_entry_with_other_memory_is_found_at_the_next_table(name):
-    p, q = parameters(50, 50)
-    optimizer = ours(name)([p, q], **FLAGS[name])
-    q.grad = None
-    optimizer.step()
-    key = "momentum_buffer" if name == "SGD" else "exp_avg"
-    optimizer.state[p][key].data = torch.full((50,), 7.0)
-    q.grad = torch.ones(50)  # its state makes a new table
-    optimizer.step()
-    assert not (optimizer.state[p][key] == 7.0).any(), "it was not stepped"
-
-
 def test_replaced_parameters_are_let_go():
     (p,) = parameters(10)
     optimizer = onepass.optim.SGD([p], lr=0.1, momentum=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -192,3 +193,80 @@ def test_a_refused_fuse_leaves_the_old_one_as_it_was(name):
         assert_same(snapshot(old), before)
         if not old.defaults["differentiable"]:
             steps(old, 1)
+
+
+def clipped(optimizer):
+    """A step of the user's own, as a method of the instance."""
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def own(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(members(self), 1.0)
+        return step(self, closure)
+
+    return own.__get__(optimizer)
+
+
+def own_step(optimizer):
+    optimizer.step = clipped(optimizer)
+
+
+def own_step_under_a_scheduler(optimizer):
+    own_step(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def own_step_over_a_scheduler(optimizer):
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrapped = optimizer.step
+    optimizer.step = functools.wraps(wrapped)(lambda *given: wrapped(*given))
+
+
+def own_zero_grad(optimizer):
+    optimizer.zero_grad = lambda set_to_none=True: None
+
+
+def own_state_dict(optimizer):
+    optimizer.state_dict = dict
+
+
+@torch_names
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        (own_step, "step"),
+        (own_step_under_a_scheduler, "step"),
+        (own_step_over_a_scheduler, "step"),
+        (own_zero_grad, "zero_grad"),
+        (own_state_dict, "state_dict"),
+    ],
+)
+def test_fuse_refuses_methods_of_the_instance(change, method, name):
+    """They would not be called any more."""
+    old = old_optimizer(name, 1)
+    change(old)
+    before = dict(vars(old))
+    with pytest.raises(RuntimeError, match=f"fuse: optimizer must have the {method} of its class"):
+        onepass.optim.fuse(old)
+    assert vars(old) == before
+
+
+@torch_names
+def test_fuse_takes_what_torch_puts_around_a_step(name):
+    """Schedulers wrap it; accelerate puts it back as an attribute of the instance."""
+    old = old_optimizer(name, 1)
+    torch.optim.lr_scheduler.StepLR(old, 1)
+    torch.optim.lr_scheduler.CosineAnnealingLR(old, 1)
+    assert "step" in vars(old)
+    steps(onepass.optim.fuse(old), 1)
+    put_back = old_optimizer(name, 1)
+    put_back.step = put_back.step
+    steps(onepass.optim.fuse(put_back), 1)
+
+
+@torch_names
+def test_complex_parameters_are_refused(name):
+    old = stock(name)([torch.zeros(3, dtype=torch.complex64, requires_grad=True)], lr=0.1)
+    with pytest.raises(RuntimeError, match="params must be floating point tensors, got .*complex"):
+        onepass.optim.fuse(old)
+    assert "step" not in vars(old)

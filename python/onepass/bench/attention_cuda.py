@@ -193,7 +193,7 @@ def _ends(total: int, device: torch.device) -> tuple[Tensor, int]:
     """(cu_seq of sequences of FILL's shares that are `total` rows together, the longest)."""
     longest = int(total / sum(FILL))
     lengths = [int(longest * share) for share in FILL]
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), longest
+    return torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device, torch.int32), longest
 
 
 def _packed() -> Operator:

@@ -256,7 +256,7 @@ def measure(
         if on_cpu:
             _malloc.trim()
             # Takes the last returned pages, which the new tensors would otherwise get again.
-            held.append(torch.ones(SPACER_BYTES * place // 4))
+            held.append(torch.ones(SPACER_BYTES * place // 4, device="cpu"))
         inputs = _inputs(case)
         of_stock = _stock_inputs(case) or inputs
         calls = {

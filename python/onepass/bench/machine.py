@@ -105,7 +105,7 @@ def fill_holes(block_bytes: int) -> list[torch.Tensor]:
     taken = []
     for _ in range(_MAX_HOLES):
         before = break_of(0)
-        block = torch.empty(block_bytes, dtype=torch.uint8)
+        block = torch.empty(block_bytes, dtype=torch.uint8, device="cpu")
         if break_of(0) != before:  # the heap had to grow for it
             break
         taken.append(block)

@@ -73,7 +73,11 @@ def _split(paths: Iterable[Path], source: str) -> Text:
 
 def _tensor(parts: list[bytes]) -> Tensor:
     joined = bytearray(b"".join(parts))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0).byte()
+    return (
+        torch.frombuffer(joined, dtype=torch.uint8)
+        if joined
+        else torch.empty(0, device="cpu").byte()
+    )
 
 
 class Batches:
@@ -92,17 +96,17 @@ class Batches:
         # them.
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + step) % 2**32)
         last = self.text.train.numel() - self.block
-        starts = torch.randint(last, (self.batch,), generator=generator)
+        starts = torch.randint(last, (self.batch,), generator=generator, device="cpu")
         return _windows(self.text.train, starts, self.block)
 
 
 def held_out_batch(text: Text, block: int, rows: int) -> tuple[Tensor, Tensor]:
     """(tokens, targets), int64 (rows, block): windows spread evenly over the held-out text."""
     last = text.held_out.numel() - block - 1
-    starts = torch.linspace(0, last, rows, dtype=torch.float64).long()
+    starts = torch.linspace(0, last, rows, dtype=torch.float64, device="cpu").long()
     return _windows(text.held_out, starts, block)
 
 
 def _windows(data: Tensor, starts: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    rows = data[starts[:, None] + torch.arange(block + 1)].long()  # (rows, block + 1)
+    rows = data[starts[:, None] + torch.arange(block + 1, device="cpu")].long()  # (rows, block + 1)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -124,7 +124,7 @@ class GPT(nn.Module):
         norms and in products, has another order: stock against stock with only rounding between
         them.
         """
-        stream = torch.randperm(self.tokens.embedding_dim, generator=generator)
+        stream = torch.randperm(self.tokens.embedding_dim, generator=generator, device="cpu")
         for name, parameter in self.named_parameters():
             stem = name.rpartition(".")[0]
             rows = stem.endswith((".out", ".contract")) or "norm" in stem
@@ -132,7 +132,7 @@ class GPT(nn.Module):
             if along < parameter.dim():
                 parameter.copy_(parameter.index_select(along, stream.to(parameter.device)))
         for block in self.blocks:
-            hidden = torch.randperm(block.expand.out_features, generator=generator)
+            hidden = torch.randperm(block.expand.out_features, generator=generator, device="cpu")
             hidden = hidden.to(block.expand.weight.device)
             for parameter in block.expand.parameters():
                 parameter.copy_(parameter[hidden])

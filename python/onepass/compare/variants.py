@@ -74,7 +74,9 @@ def medium_precision() -> Iterator[None]:
 def medium_has_effect() -> bool:
     """Whether medium precision changes this torch's products on this CPU."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(1024, 1024, generator=generator)[:128] for _ in range(2))
+    left, right = (
+        torch.randn(1024, 1024, generator=generator, device="cpu")[:128] for _ in range(2)
+    )
     product = left @ right.t()
     with medium_precision():
         return not torch.equal(product, left @ right.t())

@@ -93,7 +93,7 @@ class UserWorkload:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                sign = torch.randint(-1, 2, parameter.shape, generator=generator)
+                sign = torch.randint(-1, 2, parameter.shape, generator=generator, device="cpu")
                 eps = torch.finfo(parameter.dtype).eps
                 parameter.mul_(1 + eps * sign.to(parameter.device, parameter.dtype))
 

@@ -67,9 +67,11 @@ def _batch(model: nn.Module, rows: int, tokens: int | None) -> dict:
     if model.main_input_name == "pixel_values":
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        batch = {"pixel_values": torch.randn(rows, config.num_channels, height, width)}
+        batch = {
+            "pixel_values": torch.randn(rows, config.num_channels, height, width, device="cpu")
+        }
         if name.endswith(_ONE_LABEL):
-            batch["labels"] = torch.zeros(rows, dtype=torch.int64)
+            batch["labels"] = torch.zeros(rows, dtype=torch.int64, device="cpu")
         return batch
     if model.main_input_name != "input_ids":
         raise BadInput(
@@ -79,11 +81,11 @@ def _batch(model: nn.Module, rows: int, tokens: int | None) -> dict:
     most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if tokens is None:
         tokens = min(MOST_TOKENS, most or MOST_TOKENS)
-    ids = torch.randint(0, text.vocab_size, (rows, tokens))
+    ids = torch.randint(0, text.vocab_size, (rows, tokens), device="cpu")
     if name.endswith(_ONE_LABEL):
-        return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64)}
+        return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.int64, device="cpu")}
     if name.endswith("ForQuestionAnswering"):
-        ends = torch.zeros(rows, dtype=torch.int64)
+        ends = torch.zeros(rows, dtype=torch.int64, device="cpu")
         return {"input_ids": ids, "start_positions": ends, "end_positions": ends}
     if name.endswith("ForTokenClassification"):
         return {"input_ids": ids, "labels": torch.zeros_like(ids)}

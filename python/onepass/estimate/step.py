@@ -322,8 +322,8 @@ def _alike_once(timeline: Timeline) -> Iterator[None]:
         layouts = tuple((s.momentum.stride(), s.gradient.stride(), s.weight) for s in sources)
         if (kind, layouts) in known:
             most, shape, strides, dtype = known[kind, layouts]
-            torch.empty(most, dtype=torch.uint8)
-            return torch.empty_strided(shape, strides, dtype=dtype)
+            torch.empty(most, dtype=torch.uint8, device=kind.device)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=kind.device)
         so_far, before = timeline.peaks[UPDATE], timeline.total
         timeline.enter(UPDATE)
         result = original(kind, sources, factor)

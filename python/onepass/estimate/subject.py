@@ -96,8 +96,10 @@ class Subject:
         nbytes = rows * tensor[0].nbytes
         if self.fake and (isinstance(tensor, FakeTensor) or nbytes > MOST_COMPUTED):
             with self.fake:
-                return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
-        return tensor[torch.arange(rows) % tensor.shape[0]]
+                return torch.empty(
+                    (rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device
+                )
+        return tensor[torch.arange(rows, device=tensor.device) % tensor.shape[0]]
 
 
 def made(make: Callable[[], tuple[nn.Module, object]], real: bool = False) -> Subject:

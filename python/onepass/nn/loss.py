@@ -99,7 +99,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         z_loss: float = 0.0,
     ):
         super().__init__()
-        self.linear = torch.nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.linear = torch.nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         self.reduction = reduction
         self.ignore_index = ignore_index

@@ -17,7 +17,7 @@ from onepass.optim.checks import refuse_sparse
 from onepass.optim.flat_state import Numbers, Places, Request, laid_like
 from onepass.optim.optimizer import FlatOptimizer
 
-_ADD = torch.tensor([Hyper(-1.0)], dtype=torch.float64)  # sum - lr gradient
+_ADD = torch.tensor([Hyper(-1.0)], dtype=torch.float64, device="cpu")  # sum - lr gradient
 NORM_WEIGHT = 0.1  # of a backward's norm in the running one
 
 
@@ -36,7 +36,8 @@ def fused_accumulate(
     still need ``optimizer.zero_grad()``, which clears the sums too. A step clears only the sums,
     and ``model.zero_grad()`` only ``.grad``. Not for models in DistributedDataParallel, which
     averages gradients after these hooks; DTensors are refused. So is the step of a
-    `torch.amp.GradScaler`, which finds none of these gradients.
+    `torch.amp.GradScaler`, which finds none of these gradients. Copies and pickles of the optimizer
+    have no hooks, and are refused while there are sums, which they would lose.
 
     With `in_backward` each parameter is stepped as soon as its gradient is computed, and the
     gradient is freed: no two gradients are held at a time. The results are those of a loop that
@@ -136,6 +137,21 @@ class FusedAccumulate:
         self._tables.clear()
         if self._optimizer._accumulation is self:
             self._optimizer._accumulation = None
+
+    def __getstate__(self):
+        raise RuntimeError(
+            "fused_accumulate: hooks must not be copied or pickled, got a call: call "
+            "fused_accumulate with the copy of the optimizer"
+        )
+
+    def refuse_copies(self) -> None:
+        """Raises if there are sums, which a copy of the optimizer would lose."""
+        if self._full:
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}: copy and pickle must not be called while "
+                f"fused_accumulate holds sums of gradients, got a call with {len(self._full)}: "
+                "call step or zero_grad before"
+            )
 
     def sum_of(self, param: Tensor) -> Tensor | None:
         """A 16-bit parameter's float32 sum of gradients; None if there is none."""
@@ -264,4 +280,5 @@ def _table_of(total: Tensor) -> StepTable:
     """The table of a sum, which a step of SGD without momentum updates."""
     row = [0, 0, *[-1] * (LAYOUT["columns"] - 2)]
     row[LAYOUT["step"]], row[LAYOUT["step"] + 1] = 0, 0
-    return StepTable([total], [torch.zeros((), device=total.device)], torch.tensor([row]))
+    step = torch.zeros((), dtype=torch.float32, device=total.device)
+    return StepTable([total], [step], torch.tensor([row], device="cpu"))

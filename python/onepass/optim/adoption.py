@@ -49,8 +49,11 @@ class Adoption:
     Everything is checked and converted before the first of the optimizer's own states changes.
     """
 
-    def __init__(self, optimizer: StateOptimizer, places: Places, groups: list[dict]):
+    def __init__(
+        self, optimizer: StateOptimizer, places: Places, groups: list[dict], is_copy: bool = False
+    ):
         self._optimizer = optimizer
+        self._is_copy = is_copy  # of an optimizer of ours, which makes states that it misses
         self._places = places
         self._groups = {p: group for group in groups for p in group["params"]}
         self._numbers = {p: number for number, p in enumerate(self._groups)}
@@ -90,6 +93,8 @@ class Adoption:
                 if scales is not None:
                     self._check_scales(number, param, key, scales)
                 entry[key] = state_like(param, value)
+        if not self._is_copy:
+            self._check_complete(number, param, entry)
         loaded = [entry[k].dtype for k in keys if k + SCALE not in entry]
         dtype = self._moment_dtype(param, group, loaded)
         for key, value in entry.items():
@@ -140,6 +145,20 @@ class Adoption:
                 f"{name}: step of parameter {number} must be a whole number from 0 to "
                 f"{MAX_STEPS - 1}, got {steps}"
             )
+
+    def _check_complete(self, number: int, param: Tensor, entry: dict) -> None:
+        """Whether all states are there: steps would go on from zeros."""
+        optimizer = self._optimizer
+        required = optimizer._required(param, self._groups[param])
+        has_steps = entry.get("step") is not None and settings.number(entry["step"]) > 0
+        if not has_steps and not entry.keys() & {"master", "remainder", EMA, *required}:
+            return  # zeros are right, or nothing of the optimizer's is there
+        for key in required:
+            if entry.get(key) is None:
+                raise KeyError(
+                    f"{type(optimizer).__name__}: state of parameter {number} must have {key}, "
+                    f"got {list(entry)}"
+                )
 
     def _check_tensor(
         self,

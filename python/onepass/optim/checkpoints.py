@@ -78,7 +78,8 @@ class CheckpointOptimizer(StateOptimizer):
         Raises:
             ValueError: other parameter groups, a state of another shape, numbers out of range.
             TypeError: settings that are no numbers, states that are no tensors.
-            KeyError: states without the number of steps, where that matters.
+            KeyError: states without the number of steps, where that matters, or without a moment
+                after the first step.
             Nothing has changed then, and nothing if a hook raises.
         """
         load, hooks = super().load_state_dict, self._optimizer_load_state_dict_pre_hooks
@@ -144,7 +145,7 @@ class CheckpointOptimizer(StateOptimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         places = Places()
-        converted = Adoption(self, places, groups).adopt(state["state"])
+        converted = Adoption(self, places, groups, is_copy=fresh).adopt(state["state"])
         self._begin_averages(groups, converted)
         self._reset()
         self._places = places

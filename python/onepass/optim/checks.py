@@ -139,8 +139,8 @@ def _extent(tensor: Tensor) -> int:
 
 def _bytes(shape: tuple, strides: tuple, extent: int, size: int) -> Tensor:
     """The places of all bytes, from the first element on."""
-    places = torch.arange(extent).as_strided(shape, strides).flatten()
-    return (places[:, None] * size + torch.arange(size)).flatten()
+    places = torch.arange(extent, device="cpu").as_strided(shape, strides).flatten()
+    return (places[:, None] * size + torch.arange(size, device="cpu")).flatten()
 
 
 def refuse_freed(name: str, what: str, tensors: Sequence[Tensor]) -> None:

@@ -24,7 +24,7 @@ def _magnitudes(bits: int) -> Tensor:
     for leading in range(1, bits):  # position of the leading one
         octave = 8.0 ** (leading - bits + 1)
         values += [octave * (0.125 + 0.875 * (j + 1) / 2**leading) for j in range(2**leading)]
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 @functools.cache

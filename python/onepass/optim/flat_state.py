@@ -4,9 +4,10 @@ An operator call costs 0.1 us and more for every tensor argument (CONTRIBUTING.m
 parameters and buffers are passed once, with a table of the places of each parameter's states
 (csrc/ops/optimizer_table.h), and a step passes the gradients alone. An entry is a tensor with a
 storage of its own size that lies in a buffer, so `torch.save`, `deepcopy` and `state_dict` see one
-ordinary tensor per entry. Code that replaces an entry gives it a separate buffer. Code that
-exchanges the memory of one (`share_memory_`, ``entry.data = ...``) must replace it: the change is
-not noticed until the next table.
+ordinary tensor per entry. Code that replaces an entry gives it a separate buffer. So does code that
+exchanges the memory of one (`share_memory_`, ``entry.data = ...``): the operator is passed the
+entries beside their buffers, compares their addresses in every step (7 ns each), and refuses a step
+whose table is out of date.
 """
 
 from __future__ import annotations
@@ -265,6 +266,8 @@ class Table:
     kinds: list[tuple[str, ...]]  # the moments of each group, and its averages
     layout: Tensor  # (parameters, columns) int64
     buffers: list[Tensor]
+    entries: list[list[Tensor]]  # per parameter, those that lie in the buffers
+    addresses: list[int]  # of all entries
     layouts: list[tuple]  # of params
     masters: list[tuple[Tensor, dict]]  # parameters with a master, and their entries
     master_params: list[Tensor]
@@ -276,16 +279,29 @@ class Table:
     # For the parameters that had gradients in the last steps, by their numbers.
     step_tables: dict[Numbers, StepTable] = field(default_factory=dict)
 
-    def step_table(self, numbers: Numbers, params: list[Tensor]) -> StepTable | None:
-        """The operator's arguments for these of the parameters; None if one has gaps."""
-        table = self.step_tables.get(numbers)
+    def step_table(
+        self, numbers: Numbers, params: list[Tensor], watched: Numbers
+    ) -> StepTable | None:
+        """The operator's arguments for these of the parameters; None if one has gaps. A step raises
+        if a state of those that are watched has other memory."""
+        key = numbers if watched is numbers else (*numbers, watched)
+        table = self.step_tables.get(key)
         if table is None and all(map(is_dense, params)):
             held = sum(map(len, self.step_tables)) + len(numbers)
             if held > MAX_STEP_TABLES * len(self.params):
                 self.step_tables.clear()
             layout = self.layout[list(numbers)]
-            table = self.step_tables[numbers] = StepTable(params, self.buffers, layout)
+            states = [*self.buffers, *(entry for i in watched for entry in self.entries[i])]
+            table = self.step_tables[key] = StepTable(params, states, layout)
         return table
+
+    def states_stayed(self) -> bool:
+        """Whether all states have the memory that they had when this table was made."""
+        return addresses_of(self.entries) == self.addresses
+
+
+def addresses_of(entries: Iterable[Iterable[Tensor]]) -> list[int]:
+    return [entry.data_ptr() for of_one in entries for entry in of_one]
 
 
 class TableWriter:
@@ -295,12 +311,18 @@ class TableWriter:
         self.places = places
         self.buffers: list[Tensor] = []
         self.rows: list[list[int]] = []
+        self.entries: list[list[Tensor]] = []  # of each row
         self._numbers: dict[int, int] = {}
 
-    def add(self, number: int, group: int, step, moments, scales, master, average) -> None:
-        """A row; every entry may be None."""
+    def add(
+        self, number: int, group: int, step, is_shown: bool, moments, scales, master, average
+    ) -> None:
+        """A row; every entry may be None. Nobody else reaches a step that is not shown."""
         row = [number, group, *[-1] * (LAYOUT["columns"] - 2)]
+        self.entries.append([])
         self._put(row, LAYOUT["step"], step)
+        if not is_shown:
+            self.entries[-1].clear()
         for i, moment in enumerate(moments):
             self._put(row, LAYOUT["moments"] + 2 * i, moment)
         for i, scale in enumerate(scales):
@@ -311,11 +333,14 @@ class TableWriter:
 
     def layout(self) -> Tensor:
         """(rows, columns) int64."""
-        return torch.tensor(self.rows, dtype=torch.int64).reshape(-1, LAYOUT["columns"])
+        return torch.tensor(self.rows, dtype=torch.int64, device="cpu").reshape(
+            -1, LAYOUT["columns"]
+        )
 
     def _put(self, row: list[int], column: int, entry: Tensor | None) -> None:
         if entry is None:
             return
+        self.entries[-1].append(local(entry))
         place = self.places.of(entry)
         buffer = place.buffer
         if id(buffer) not in self._numbers:

@@ -6,6 +6,7 @@ import inspect
 import weakref
 
 import torch
+from torch.optim import lr_scheduler
 
 from onepass.optim.atomic import as_before
 from onepass.optim.optimizer import FlatOptimizer
@@ -30,7 +31,9 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     Raises:
         TypeError: another optimizer.
         RuntimeError, ValueError: parameters or settings that `onepass.optim.AdamW` refuses,
-            an optimizer fused before with other options; the optimizer is as it was.
+            an optimizer fused before with other options, or whose own `step`, `zero_grad`,
+            `state_dict`, `load_state_dict` or `add_param_group` replaces its class's (torch's
+            schedulers may wrap `step`); the optimizer is as it was.
 
     Examples:
         >>> model = torch.nn.Linear(64, 64)
@@ -51,6 +54,12 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
                 f"fuse: optimizer must be one that was not fused with other options, got {done[1]}"
             )
         return done[0]
+    for method in _METHODS:
+        if not _is_of_class(optimizer, method):
+            raise RuntimeError(
+                f"fuse: optimizer must have the {method} of its class, got one of its own, which "
+                "would not be called"
+            )
     before = dict(optimizer.__dict__)
     groups_before = [dict(group) for group in optimizer.param_groups]
     try:
@@ -121,6 +130,21 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+
+
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+
+def _is_of_class(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether a method is that of the class, also if torch's schedulers wrap it."""
+    method = vars(optimizer).get(name, getattr(type(optimizer), name))
+    while True:
+        function = getattr(method, "__func__", method)
+        if function is getattr(type(optimizer), name):
+            return True
+        if getattr(function, "__globals__", None) is not vars(lr_scheduler):
+            return False
+        method = function.__wrapped__
 
 
 def _refusal(name: str, fused: FlatOptimizer, options: dict):

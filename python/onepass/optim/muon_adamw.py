@@ -145,7 +145,9 @@ class MuonWithAdamW(Muon):
                 continue
             own = [params[i] for i in which]
             given = [gradients[i] for i in which]
-            table = self._step_table(attempt, tuple([numbers[i] for i in which]), own)
+            # Both steps are made or neither: the first one finds out whether all states stayed.
+            own_numbers = tuple([numbers[i] for i in which])
+            table = self._step_table(attempt, own_numbers, own, own_numbers if calls else numbers)
             if table is None:
                 return False
             if use_muon:
@@ -153,7 +155,7 @@ class MuonWithAdamW(Muon):
                 updates = self._updates_of(attempt, of_all, [groups[i] for i in which], given)
                 call = (ALGORITHMS["SGD"], table, updates, self._options_of_updates(options))
             else:
-                # Both steps are made or neither: no table may turn out stale after the other step.
+                # For the same reason no table may turn out stale after the other step.
                 laid = [laid_like(p, g) for p, g in zip(own, given, strict=True)]
                 if self.zero_grads:
                     copied = [g for g, copy in zip(given, laid, strict=True) if copy is not g]

@@ -85,7 +85,8 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
                 (group, EMA_STEPS, group.get(EMA_STEPS, 0) + 1) for group in self.param_groups
             ]
         if not gradients:
-            self.grad_norm = None if self.max_grad_norm is None else torch.zeros(())
+            clips = self.max_grad_norm is not None
+            self.grad_norm = torch.zeros((), dtype=torch.float32, device="cpu") if clips else None
             attempt.ran.append(True)
             return
         are_sharded = table.are_sharded if is_known else any(local(p) is not p for p in all_params)
@@ -116,7 +117,13 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             pairs = zip(given, gradients, strict=True)
             attempt.zeroed = [local(g) for g, placed in pairs if g is not placed]
         try:
-            if not self._call(attempt, numbers, local_params, local_gradients):
+            try:
+                is_made = self._call(attempt, numbers, local_params, local_gradients)
+            except RuntimeError:
+                if self._table.states_stayed():
+                    raise
+                is_made = False
+            if not is_made:
                 self._call_anew(
                     attempt, all_params, numbers, gradients, local_params, local_gradients
                 )
@@ -146,6 +153,11 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         super().zero_grad(set_to_none)
         if self._accumulation is not None:
             self._accumulation.clear()
+
+    def __getstate__(self) -> dict:
+        if self._accumulation is not None:
+            self._accumulation.refuse_copies()
+        return super().__getstate__()
 
     def _is_partial(self) -> bool:
         """Whether this is the step of one parameter within backward."""
@@ -186,13 +198,17 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         return _ops.optimizer_step(attempt.ran, self._algorithm, table, gradients, hyper, **options)
 
     def _step_table(
-        self, attempt: Attempt, numbers: Numbers, params: list[Tensor]
+        self,
+        attempt: Attempt,
+        numbers: Numbers,
+        params: list[Tensor],
+        watched: Numbers | None = None,
     ) -> _ops.StepTable | None:
         """The operator's arguments for these of the parameters; None if one has gaps."""
         table = self._table
         if attempt.copied:
             return _ops.StepTable(params, table.buffers, table.layout[list(numbers)])
-        return table.step_table(numbers, params)
+        return table.step_table(numbers, params, numbers if watched is None else watched)
 
     def _settings(self, device: torch.device) -> tuple[Tensor, dict]:
         """The operator's settings of all groups, and its options."""
@@ -247,12 +263,12 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         """Makes the step with a new table.
 
         Parameters that changed their shape, dtype or memory need a new table, and states in their
-        memory order. For parameters or gradients in another order, or with gaps, it works on
-        copies.
+        memory order; so do states that changed their memory. For parameters or gradients in another
+        order, or with gaps, it works on copies.
         """
         table = self._table
         self._refuse(local_params, local_gradients)
-        if table.layouts != layouts_of(all_params):
+        if table.layouts != layouts_of(all_params) or not table.states_stayed():
             table = self._table = self._make_table(attempt, all_params, numbers, gradients)
         else:
             masters.reseed_moved(table)
@@ -293,6 +309,7 @@ class FusedAccumulate(Protocol):
     def to_come(self, params: list[Tensor]) -> Numbers: ...
     def is_in_hook(self) -> bool: ...
     def end_round(self) -> None: ...
+    def refuse_copies(self) -> None: ...
     def clear(self) -> None: ...
 
 

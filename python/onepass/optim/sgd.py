@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from onepass._ops.optimizer import ALGORITHMS, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
@@ -40,6 +41,9 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _required(self, param: Tensor, group: dict) -> tuple[str, ...]:
+        return ()  # as in torch, a momentum may begin later
 
     def _hyper(self, group: dict) -> Hyper:
         return Hyper(

@@ -52,6 +52,10 @@ class StateOptimizer(torch.optim.Optimizer):
         """Further states of a parameter, which the operator does not know."""
         return {}
 
+    def _required(self, param: Tensor, group: dict) -> tuple[str, ...]:
+        """The states that a checkpoint of a parameter must have, if it has others."""
+        return (*self._moment_keys(group), *self._shapes(param))
+
     def _hyper(self, group: dict) -> _ops.Hyper:
         """The settings of `group`."""
         raise NotImplementedError
@@ -121,7 +125,7 @@ class StateOptimizer(torch.optim.Optimizer):
         if not self._needs_noise():
             return
         generator = torch.Generator().manual_seed(torch.initial_seed())
-        seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator))
+        seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device="cpu"))
         seed = broadcast_int(seed)
         self.defaults["seed"] = seed
         for group in self.param_groups:

@@ -29,6 +29,7 @@ from onepass.optim.flat_state import (
     Request,
     Table,
     TableWriter,
+    addresses_of,
     layouts_of,
     local,
     noise_number,
@@ -96,6 +97,7 @@ class TableOptimizer(StateOptimizer):
                 noise_number(number, param),
                 group_numbers[number],
                 step,
+                shows_step,
                 [entry.get(k) for k in moments[group_numbers[number]]],
                 [entry.get(k + SCALE) for k in moments[group_numbers[number]]],
                 master,
@@ -118,6 +120,8 @@ class TableOptimizer(StateOptimizer):
             kinds=kinds,
             layout=writer.layout(),
             buffers=writer.buffers,
+            entries=writer.entries,
+            addresses=addresses_of(writer.entries),
             layouts=layouts_of(params),
             masters=with_master,
             master_params=[p for p, _ in with_master],
@@ -166,7 +170,7 @@ class TableOptimizer(StateOptimizer):
         if rows != known or (device_table is None) != (device.type == "cpu"):
             # If an interrupt arrives from here on, the next step writes them again.
             self._hyper_tables_held = None, table, device_table
-            table = torch.tensor(rows, dtype=torch.float64)
+            table = torch.tensor(rows, dtype=torch.float64, device="cpu")
             device_table = on_device(table, device, device_table)
             self._hyper_tables_held = rows, table, device_table
         if device_table is not None and not self._lr_is_in_updates:

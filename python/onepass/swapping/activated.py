@@ -256,7 +256,7 @@ def _results(module, dtype, seed, forward) -> list[Tensor]:
     random = torch.Generator().manual_seed(24 + seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
+        return torch.randn(shape, generator=random, device="cpu").to(dtype)
 
     twin = probe.twin(module)
     twin._modules.update(dict.fromkeys(module._modules))
@@ -265,14 +265,14 @@ def _results(module, dtype, seed, forward) -> list[Tensor]:
     width *= -(-_CHANNELS // width)
     parts = 2 if module.time_embedding_norm == "scale_shift" else 1
     made = {
-        name: nn.GroupNorm(count, width, eps=module._modules[name].eps)
+        name: nn.GroupNorm(count, width, eps=module._modules[name].eps, device="cpu")
         for name, count in zip(_NORMS, groups, strict=True)
     }
     for name in ("conv1", "conv2", "conv_shortcut"):
         if module._modules.get(name) is not None:
-            made[name] = nn.Conv2d(width, width, 1)
+            made[name] = nn.Conv2d(width, width, 1, device="cpu")
     if module._modules.get("time_emb_proj") is not None:
-        made["time_emb_proj"] = nn.Linear(_CONDITION, parts * width)
+        made["time_emb_proj"] = nn.Linear(_CONDITION, parts * width, device="cpu")
     for part in made.values():
         part.to(dtype)
         for parameter in part.parameters():

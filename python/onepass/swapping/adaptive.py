@@ -283,7 +283,7 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     random = torch.Generator().manual_seed(22 + seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
+        return torch.randn(shape, generator=random, device="cpu").to(dtype)
 
     twin = probe.twin(module)
     twin._modules.update(dict.fromkeys(module._modules))
@@ -291,7 +291,9 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     twin._modules["silu"] = copy.deepcopy(module._modules["silu"])
     width = (norm.normalized_shape if hasattr(norm, "normalized_shape") else norm.dim)[0]
     parts = module._modules["linear"].out_features // width
-    linear = twin._modules["linear"] = nn.Linear(_CONDITION, parts * width, dtype=dtype)
+    linear = twin._modules["linear"] = nn.Linear(
+        _CONDITION, parts * width, dtype=dtype, device="cpu"
+    )
     for parameter in linear.parameters():
         parameter.data = normal(*parameter.shape)
     x = normal(_BATCH, _TOKENS, width).requires_grad_()

@@ -118,7 +118,7 @@ class _Trial:
             down: (_HIDDEN, _OUT),
         }
         for name in found.linears:
-            twin._modules[name] = nn.Linear(*sizes[name], dtype=torch.float64)
+            twin._modules[name] = nn.Linear(*sizes[name], dtype=torch.float64, device="cpu")
             for parameter in twin._modules[name].parameters():
                 parameter.data = normal(*parameter.shape)
         if found.activation is not None:

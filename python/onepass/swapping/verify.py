@@ -431,7 +431,9 @@ def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor
     for name, leaf in leaves.items():
         if name in padding:
             leaf = _without(leaf, padding[name])
-        factors = torch.randn(leaf.shape, generator=random, dtype=torch.float64).to(leaf)
+        factors = torch.randn(leaf.shape, generator=random, dtype=torch.float64, device="cpu").to(
+            leaf
+        )
         terms.append((factors * leaf).sum() / max(leaf.numel(), 1) ** 0.5)
     return sum(terms)
 
@@ -493,7 +495,12 @@ def _moved(model, draw: int) -> dict[str, Tensor]:
     moved = {}
     for name, value in model.named_parameters():
         if value.is_floating_point():
-            sign = torch.randint(0, 2, value.shape, generator=random).mul_(2).sub_(1).to(value)
+            sign = (
+                torch.randint(0, 2, value.shape, generator=random, device="cpu")
+                .mul_(2)
+                .sub_(1)
+                .to(value)
+            )
             near = value.detach() * (1 + torch.finfo(value.dtype).eps * sign)
             moved[name] = near.requires_grad_(value.requires_grad)
     return moved

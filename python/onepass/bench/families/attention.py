@@ -63,12 +63,12 @@ KV_HEADS = 2
 
 
 def _as_bias(mask: Tensor) -> Tensor:
-    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    return torch.zeros(mask.shape, device="cpu").masked_fill(~mask, -math.inf)
 
 
 @functools.lru_cache(maxsize=1)
 def _band(seq: int) -> Tensor:
-    return _as_bias(torch.ones(seq, seq, dtype=torch.bool).tril().triu(1 - WINDOW))
+    return _as_bias(torch.ones(seq, seq, dtype=torch.bool, device="cpu").tril().triu(1 - WINDOW))
 
 
 def _windowed() -> Operator:
@@ -104,7 +104,9 @@ def _biased() -> Operator:
 
 def _padded(lengths: Sequence[int], seq: int) -> Operator:
     """A batch whose sequences are padded to seq: the keys after their ends are masked out."""
-    mask = (torch.arange(seq) < torch.tensor(lengths)[:, None])[:, None, None]
+    mask = (torch.arange(seq, device="cpu") < torch.tensor(lengths, device="cpu")[:, None])[
+        :, None, None
+    ]
     bias = _as_bias(mask)
 
     def stock(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +122,7 @@ def _padded(lengths: Sequence[int], seq: int) -> Operator:
 
 def _ends(seq: int) -> list[int]:
     """Of the documents in a stream of seq tokens, of as many lengths."""
-    return (torch.tensor(FILL).cumsum(0) * seq / sum(FILL)).int().tolist()
+    return (torch.tensor(FILL, device="cpu").cumsum(0) * seq / sum(FILL)).int().tolist()
 
 
 @functools.lru_cache(maxsize=2)
@@ -128,7 +130,9 @@ def _documents(seq: int):
     """(BlockMask, mask, bias): causal within each document of a stream."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    of = torch.bucketize(torch.arange(seq), torch.tensor(_ends(seq)), right=True)
+    of = torch.bucketize(
+        torch.arange(seq, device="cpu"), torch.tensor(_ends(seq), device="cpu"), right=True
+    )
 
     def mask_mod(b, h, q, k):
         return (of[q] == of[k]) & (q >= k)
@@ -157,7 +161,7 @@ def _of_documents(with_flex: bool) -> Operator:
 
 def _packed(lengths: Sequence[int], seq: int) -> Operator:
     """The same batch without its padding; torch's stays padded."""
-    cu_seq = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    cu_seq = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return (reference(q, k, v, cu_seq_q=cu_seq, cu_seq_k=cu_seq)[0],)
@@ -250,7 +254,7 @@ def _mask_cases(quick: bool) -> Iterator[Case]:
     phase = "forward+backward"
 
     def with_bias(shape: Sequence[int]) -> list[Tensor]:
-        bias = torch.randn(1, *shape[1:3], shape[2], requires_grad=True)
+        bias = torch.randn(1, *shape[1:3], shape[2], requires_grad=True, device="cpu")
         return [*tensors(shape), bias]
 
     yield case_of("bias", _biased(), shape, phase, make=partial(with_bias, shape))
@@ -315,7 +319,9 @@ def _module_cases(quick: bool) -> Iterator[Case]:
 
     def make() -> list[Tensor]:
         sizes = (3 * embed_dim, embed_dim), (3 * embed_dim,), (embed_dim, embed_dim), (embed_dim,)
-        parameters = [(torch.randn(size) / embed_dim**0.5).requires_grad_() for size in sizes]
+        parameters = [
+            (torch.randn(size, device="cpu") / embed_dim**0.5).requires_grad_() for size in sizes
+        ]
         return [*randn((batch, seq, embed_dim)), *parameters]
 
     attention = dropped("full")

@@ -156,7 +156,7 @@ def _mask(shape: Shape) -> Tensor | None:
     seq_q, keys = shape[3], shape[4]
     if seq_q == 1:
         return None
-    return torch.ones(seq_q, keys, dtype=torch.bool).tril(keys - seq_q)
+    return torch.ones(seq_q, keys, dtype=torch.bool, device="cpu").tril(keys - seq_q)
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, ...]:
@@ -212,7 +212,7 @@ def _read_on_cuda(shape: Shape) -> Operator:
 def _append(shape: Shape) -> Operator:
     """A step: the new row goes after the rows in use, which leave one row free."""
     used = shape[4] - 1
-    lengths = _Held(torch.full((shape[0],), used, dtype=torch.int32))
+    lengths = _Held(torch.full((shape[0],), used, dtype=torch.int32, device="cpu"))
 
     def ours(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         attend = functional.attention_with_kv_cache
@@ -233,8 +233,8 @@ def _paged(shape: Shape, page_size: int = PAGE_SIZE) -> Operator:
     """The caches as pages in random order; torch gathers them first."""
     batch, _, kv_heads, _, keys, head_dim = shape
     pages = keys // page_size
-    table = _Held(torch.randperm(batch * pages).view(batch, pages).to(torch.int32))
-    lengths = _Held(torch.full((batch,), keys, dtype=torch.int32))
+    table = _Held(torch.randperm(batch * pages, device="cpu").view(batch, pages).to(torch.int32))
+    lengths = _Held(torch.full((batch,), keys, dtype=torch.int32, device="cpu"))
 
     def pool(t: Tensor) -> Tensor:
         return t.view(batch * pages, page_size, kv_heads, head_dim)
@@ -262,8 +262,8 @@ def _paged(shape: Shape, page_size: int = PAGE_SIZE) -> Operator:
 
 def _ragged(shape: Shape, lengths: Sequence[int]) -> Operator:
     """Caches in use up to different lengths, which torch gets as a mask."""
-    of_sequences = torch.tensor(lengths, dtype=torch.int32)
-    mask = _Held((torch.arange(shape[4]) < of_sequences[:, None])[:, None, None])
+    of_sequences = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+    mask = _Held((torch.arange(shape[4], device="cpu") < of_sequences[:, None])[:, None, None])
     used = _Held(of_sequences)
     attend = functional.attention_with_kv_cache
 

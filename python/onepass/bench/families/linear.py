@@ -177,7 +177,9 @@ def _case(
         f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}"
         f"{recorded}",
         operator,
-        lambda: [torch.randn(s).to(dtype).requires_grad_(graph) for s in sizes_of(*shape)],
+        lambda: [
+            torch.randn(s, device="cpu").to(dtype).requires_grad_(graph) for s in sizes_of(*shape)
+        ],
         backward=backward,
         tensors=3 if elementwise and shape != SMALL else None,
         cold=shape in FEW_ROWS,

@@ -121,7 +121,7 @@ def _case_of_layer(quick: bool, dtype: torch.dtype, phase: str) -> Case:
 
     def tensors(rows: int) -> list[Tensor]:
         sizes = ((rows, features), (classes, features))
-        drawn = [torch.randn(size).mul(features**-0.25).to(dtype) for size in sizes]
+        drawn = [torch.randn(size, device="cpu").mul(features**-0.25).to(dtype) for size in sizes]
         return [tensor.requires_grad_(backward) for tensor in drawn]
 
     size = f"{rows}x{features}x{classes}"

@@ -87,9 +87,9 @@ def ring_mask(
     half = q_length // 2
     _, size = place(_OP, group)
     rows = sorted({0, min(1, q_length - 1), max(half - 1, 0), half, q_length - 1})
-    query = torch.tensor(rows)[None, None, :, None]
-    key = torch.arange(kv_length)[None, None, None]
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    query = torch.tensor(rows, device="cpu")[None, None, :, None]
+    key = torch.arange(kv_length, device="cpu")[None, None, None]
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device="cpu")
     given = mask_function(zero, zero, query, key).expand(1, 1, len(rows), kv_length)
     causal = key <= query
     if local_size is not None:
@@ -165,7 +165,9 @@ def _check_positions(
     if getattr(position_ids, _CHECKED, None) == (rank, size, layout):
         return
     pieces = chunks(rank, size, rows, layout)
-    expected = [torch.arange(c.position, c.position + c.end - c.begin) for c in pieces]
+    expected = [
+        torch.arange(c.position, c.position + c.end - c.begin, device="cpu") for c in pieces
+    ]
     if not bool((position_ids.cpu() == torch.cat(expected)).all()):
         raise ValueError(
             f"{_OP}: position_ids must be those of this process's part, "

@@ -1,0 +1,165 @@
+"""States whose memory other code exchanges: steps use the new memory, checkpoints show it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import onepass
+from tests.optim.cases import (
+    BF16,
+    FLAGS,
+    assert_same,
+    give_gradients,
+    members,
+    ours,
+    snapshot,
+    steps,
+)
+
+
+def share(entry):
+    entry.share_memory_()
+
+
+def set_data(entry):
+    entry.data = entry.data.clone()
+
+
+def set_storage(entry):
+    entry.set_(entry.clone())
+
+
+CHANGES = (share, set_data, set_storage)
+CASES = {
+    "AdamW": {},
+    "Adam": {},
+    "SGD": {},
+    "Lion": {},
+    "Muon": {},
+    "MuonWithAdamW": {},
+    "Adafactor": {},
+    "LAMB": {},
+    "AdamW, fp32": {"master": "fp32"},
+    "AdamW, remainder16": {"master": "remainder16"},
+    "AdamW, stochastic": {"master": "stochastic", "ema_decay": 0.9, "ema_dtype": "param"},
+    "AdamW, int8": {"state_dtype": "int8", "ema_decay": 0.9},
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def made(case, gaps=False):
+    """A new optimizer over three parameters, with gaps between the elements of one if asked for."""
+    name, _, mode = case.partition(", ")
+    dtype = BF16 if mode and mode != "int8" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((64, 64), (64, 65), (20, 30))
+    params = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    if gaps:
+        params[1] = params[1][:, :64]
+    params = [p.requires_grad_() for p in params]
+    if name == "MuonWithAdamW":
+        params = [
+            {"params": params[:1], "use_muon": True},
+            {"params": params[1:], "use_muon": False},
+        ]
+    flags = {**FLAGS.get(name, {"lr": 1e-2}), **CASES[case]}
+    return ours(name)(params, **flags)
+
+
+def change_all(optimizer, change):
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            change(value)
+
+
+@cases
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_memory_is_the_same_run(change, gaps, case):
+    expected, found = steps(made(case, gaps), 2), steps(made(case, gaps), 2)
+    change_all(found, change)
+    steps(expected, 2, first=2)
+    steps(found, 2, first=2)
+    assert_same(snapshot(found), snapshot(expected))
+    copied = copy.deepcopy(found)
+    resumed = made(case, gaps)
+    for p, q in zip(members(resumed), members(found), strict=True):
+        p.data.copy_(q.data)
+    resumed.load_state_dict(copy.deepcopy(found.state_dict()))
+    steps(expected, 1, first=4)
+    for other in (found, copied, resumed):
+        assert_same(snapshot(steps(other, 1, first=4)), snapshot(expected))
+
+
+@cases
+def test_other_values_are_those_of_a_write(case):
+    written, exchanged = steps(made(case), 2), steps(made(case), 2)
+    for one, other in zip(written.state.values(), exchanged.state.values(), strict=True):
+        for key, value in one.items():
+            if key not in ("step", "master", "remainder"):
+                value.zero_()
+                other[key].data = torch.zeros_like(other[key])
+    assert_same(snapshot(steps(exchanged, 2, 2)), snapshot(steps(written, 2, 2)))
+
+
+@cases
+def test_the_new_memory_stays(case):
+    """A process that shares it sees the steps."""
+    optimizer = steps(made(case), 1)
+    change_all(optimizer, share)
+    entries = [v for entry in optimizer.state.values() for v in entry.values()]
+    addresses = [entry.data_ptr() for entry in entries]
+    steps(optimizer, 2, first=1)
+    assert [v for entry in optimizer.state.values() for v in entry.values()] == entries
+    assert [entry.data_ptr() for entry in entries] == addresses
+
+
+def test_one_state_of_muon_with_adamw():
+    """Two operators' steps: none is made twice."""
+    for number in range(3):
+        expected, found = steps(made("MuonWithAdamW"), 2), steps(made("MuonWithAdamW"), 2)
+        for value in found.state[members(found)[number]].values():
+            set_data(value)
+        assert_same(snapshot(steps(found, 1, 2)), snapshot(steps(expected, 1, 2)))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_steps_in_backward(name):
+    runs = []
+    for change in (None, share):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        optimizer = ours(name)(model.parameters(), **FLAGS[name])
+        onepass.optim.fused_accumulate(optimizer, in_backward=True)
+        for number in range(4):
+            if change and number == 2:
+                change_all(optimizer, change)
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda entry: torch.zeros(7),
+        lambda entry: torch.zeros_like(entry, dtype=torch.float64),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_memory_that_does_not_fit_is_refused(other, name):
+    optimizer = steps(made(name), 2)
+    params = members(optimizer)
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    entry = optimizer.state[params[1]][key]
+    entry.data = other(entry)
+    before = [p.detach().clone() for p in params]
+    give_gradients(optimizer, 2)
+    with pytest.raises(RuntimeError, match=f"{name}: {key} of parameter 1 must have "):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
