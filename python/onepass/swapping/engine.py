@@ -104,9 +104,10 @@ def swap(
             logits, by `onepass.functional.linear_cross_entropy`. `output.logits` is then a tensor
             that is computed when it is read; once the weights have changed (after
             `optimizer.step()`), reading it raises. With kind "loss".
-        sample: a batch for the model, as `Report.verify` takes one. What would be swapped is measured on it, for the time of about 20
-            steps, a second at least, as the model is now: in eval mode its forward, in train mode
-            forward and backward too. Only modules that gain by more than the 95 % interval are
+        sample: a batch for the model, as `Report.verify` takes one. What would be swapped is
+            measured on it, for the time of about 20 steps, a second at least, as the model is now:
+            in eval mode its forward, in train mode forward and backward too. Only modules that gain
+            by more than the 95 % interval are
             swapped, those of one class and shape together; the others are listed as skipped with
             their figure. Forward hooks run; the model's state and torch's random state are
             restored. Needs numpy (`onepass[tools]`).
