@@ -18,11 +18,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     With need_weights=False the projections' outputs are read in place by
     `onepass.functional.scaled_dot_product_attention`, a padding mask and an attention mask
-    side by side; dropout works on the weights as they are computed. torch's own forward serves
-    need_weights=True (torch's default, which asks for that matrix), and whatever it would refuse.
+    side by side; dropout works on the weights as they are computed. With need_weights=True
+    (torch's default, which asks for that matrix) torch's operators compute it, and torch's own
+    forward serves whatever it would refuse.
 
     The is_causal hint is trusted: with it attn_mask is not read, as in torch, nor a square
-    attn_mask beside a padding mask. Rows that may attend to nothing are 0. A nested tensor of
+    attn_mask beside a padding mask. Rows that may attend to nothing are 0, where torch's forward
+    has NaN with need_weights=True, and so are their gradients. A nested tensor of
     strided layout, which `torch.nn.TransformerEncoder` makes of a padding mask, is computed as a
     packed batch.
 
@@ -52,6 +54,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 return _packed(self, query), None
         elif not need_weights and _is_well_formed(self, query, key, value, *masks, is_causal):
             return _dense(self, query, key, value, *masks, is_causal), None
+        elif need_weights and _may_leave_rows_without_keys(self, query, key, value, *masks):
+            return _with_weights(self, query, key, value, *masks, average_attn_weights)
         return torch.nn.MultiheadAttention.forward(
             self,
             query,
@@ -131,6 +135,45 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
     else:
         output = output.permute((0, 2, 1, 3) if module.batch_first else (2, 0, 1, 3))
     return linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+
+
+def _may_leave_rows_without_keys(module, query, key, value, key_padding_mask, attn_mask) -> bool:
+    """Whether torch's forward with need_weights=True could return NaN for its masks."""
+    if key_padding_mask is None and attn_mask is None:
+        return False
+    if module.bias_k is not None or module.add_zero_attn:  # keys for every row
+        return False
+    return _is_well_formed(module, query, key, value, key_padding_mask, attn_mask, False)
+
+
+def _with_weights(
+    module, query, key, value, key_padding_mask, attn_mask, average: bool
+) -> tuple[Tensor, Tensor]:
+    """torch's forward with need_weights=True, but rows without a key are 0, and not NaN."""
+    _warn_of_mixed_masks(key_padding_mask, attn_mask)
+    is_batched = query.dim() == 3
+    to_heads = (0, 2, 1, 3) if is_batched and module.batch_first else (1, 2, 0, 3)
+    projected = _project(module, query, key, value)
+    if not is_batched:
+        projected = (x.unsqueeze(1) for x in projected)
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    q, k, v = (x.permute(to_heads) for x in projected)
+    bias, mask = _bias_and_mask(key_padding_mask, attn_mask, module.num_heads, q.dtype)
+    if bias is None:
+        bias = q.new_zeros(()).masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        bias = bias.masked_fill(~mask, float("-inf"))
+    is_empty = (bias == float("-inf")).all(-1, keepdim=True)
+    bias = bias.masked_fill(is_empty, 0.0).expand(*q.shape[:3], k.shape[2])
+    scaled = q * module.head_dim**-0.5
+    scores = torch.baddbmm(bias.flatten(0, 1), scaled.flatten(0, 1), k.flatten(0, 1).mT)
+    weights = scores.softmax(-1).unflatten(0, q.shape[:2]).masked_fill(is_empty, 0.0)
+    weights = F.dropout(weights, module.dropout, module.training)
+    output = (weights @ v).permute((0, 2, 1, 3) if module.batch_first else (2, 0, 1, 3))
+    if not is_batched:
+        output, weights = output.reshape(-1, *output.shape[2:]), weights.squeeze(0)
+    output = linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+    return output, weights.mean(-3) if average else weights
 
 
 def _packed(module, x: Tensor) -> Tensor:
