@@ -55,6 +55,18 @@ def test_dropout_off(name):
 
 
 @names
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "training": False}], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_stream_is_no_alias_of_the_input(name, options, grad):
+    x, weight = torch.randn(3, 8, requires_grad=grad), torch.rand(8)
+    before = x.detach().clone()
+    y, stream = getattr(functional, f"add_{name}")(x, None, 8, weight, **options)
+    stream = stream if not grad else stream.detach()
+    stream += 1
+    assert torch.equal(x, before)
+
+
+@names
 def test_gradcheck(name):
     x = torch.randn(3, 6, dtype=F64, requires_grad=True)
     weight = torch.rand(6, dtype=F64, requires_grad=True)

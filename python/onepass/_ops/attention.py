@@ -100,7 +100,12 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx, inputs, outputs):
         *tensors, (ctx.options, ctx.deterministic) = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs[2])
+        _, lse, lse_rest = outputs
+        _, _, of_value, *_ = needs = ctx.needs_input_grad
+        if of_value and sum(needs) == 1:
+            ctx.mark_non_differentiable(lse, lse_rest)
+        else:
+            ctx.mark_non_differentiable(lse_rest)
         ctx.save_for_backward(*outputs, *tensors)
 
     @staticmethod

@@ -178,6 +178,15 @@ def _compute(
     return _normed(query, key, query_weight, key_weight, cos, sin, positions, constants)
 
 
+def _mark_constant(ctx, outputs, query_needs: bool, key_needs: bool) -> None:
+    """Tells autograd of the result that depends on nothing that requires a gradient."""
+    query, key = outputs
+    if not query_needs:
+        ctx.mark_non_differentiable(query)
+    if not key_needs:
+        ctx.mark_non_differentiable(key)
+
+
 class _Rotary(torch.autograd.Function):
     """A rotation is linear: its backward is the transposed rotation, and so on."""
 
@@ -197,6 +206,8 @@ class _Rotary(torch.autograd.Function):
         for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[2:4], strict=True):
             if needed:
                 refuse_gradient("rotary_embedding", name)
+        needs = ctx.needs_input_grad
+        _mark_constant(ctx, outputs, needs[0], needs[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin, positions)
 
@@ -276,6 +287,8 @@ class _NormedRotary(torch.autograd.Function):
         for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[4:6], strict=True):
             if needed:
                 refuse_gradient("rotary_embedding", name)
+        needs = ctx.needs_input_grad
+        _mark_constant(ctx, outputs, needs[0] or needs[2], needs[1] or needs[3])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             None if query_weight is None else query,

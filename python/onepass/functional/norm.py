@@ -340,7 +340,8 @@ def _add_norm(
     elif dropout_p:
         stream = dropout(input, dropout_p, stream_dtype)
     else:
-        stream = input.to(stream_dtype)
+        # Callers may write into the stream, so it is no alias of input.
+        stream = input.to(stream_dtype, copy=True)
     # Under CUDA's autocast the norm chooses the dtype, as with a residual.
     chosen = None if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
     y, _ = norm(stream, None, weight, bias, normalized_shape, out_dtype=chosen, **options)
