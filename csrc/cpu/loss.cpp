@@ -2,7 +2,8 @@
 //
 // A thread has whole rows. The forward reads a row tile by tile: first the tile's maximum, which
 // brings it into L1, then the exponentials of its logits relative to the largest so far; meanwhile
-// the next tile is prefetched. The backward recomputes the exponentials.
+// the next tile is prefetched. The backward recomputes the exponentials. The gradient of the
+// target's logit is the forward's: it cancels, and the forward sums in float64.
 // Bytes per element: input; backward input + dinput. With 16-bit logits both are limited by the
 // exponential, in float32 by memory: done when they run at the speed of a read and of a copy.
 #include <algorithm>
@@ -61,12 +62,6 @@ class Logit {
   Vec<A> value_;
   Vec<A> tangent_;  // of kSoftcap
 };
-
-// Of one element.
-template <class A, bool kSoftcap, class T>
-A logit_at(const T* row, int64_t column, A softcap) {
-  return Logit<A, kSoftcap>(load<A>(row + column, Tail{1}), broadcast<A>(softcap)).value()[0];
-}
 
 // scalar: largest = max(largest, x[j]); NaN is left to the exponentials
 template <class A, class T>
@@ -144,6 +139,21 @@ double weight_of(const LossCall& args, int64_t target) {
   return args.weight ? static_cast<double>(static_cast<const A*>(args.weight)[target]) : 1.0;
 }
 
+// Its exponential is the one in the row's sum, bit for bit, unless the maximum was another there.
+template <class A, bool kSoftcap, class T>
+LossTarget<double> target_of(const LossForward& args, const T* row, int64_t target,
+                             double maximum) {
+  const Vec<A> x = load<A>(row + target, Tail{1});
+  const Vec<A> logit = Logit<A, kSoftcap>(x, broadcast<A>(static_cast<A>(args.softcap))).value();
+  const Vec<A> below = logit - broadcast<A>(static_cast<A>(maximum));
+  double slope = 1;
+  if constexpr (kSoftcap) {
+    const double tangent = std::tanh(x[0] / args.softcap);
+    slope = 1 - tangent * tangent;
+  }
+  return {logit[0], slope, exponential(below)[0], weight_of<A>(args, target)};
+}
+
 template <class T, bool kSoftcap, bool kSmooths>
 void loss_forward_kernel(const LossForward& args, int64_t begin, int64_t end, RowLoss* losses) {
   using A = Accumulator<T>;
@@ -154,29 +164,17 @@ void loss_forward_kernel(const LossForward& args, int64_t begin, int64_t end, Ro
     if (target != args.ignore_index) {
       const T* row = static_cast<const T*>(args.input) + i * args.input_stride;
       const LossSums<double> sums = sums_of<T, kSoftcap, kSmooths>(args, row);
-      weight = weight_of<A>(args, target);
-      const A of_target = logit_at<A, kSoftcap>(row, target, static_cast<A>(args.softcap));
-      of_row = loss_of<double>(args, sums, of_target, weight);
+      const LossTarget<double> of_target = target_of<A, kSoftcap>(args, row, target, sums.maximum);
+      weight = of_target.weight;
+      of_row = loss_of<double>(args, sums, of_target);
       static_cast<A*>(args.maximum)[i] = static_cast<A>(sums.maximum);
     } else {
       static_cast<A*>(args.maximum)[i] = A(0);
     }
     static_cast<A*>(args.factor)[i] = static_cast<A>(of_row.factor);
+    static_cast<A*>(args.of_target)[i] = static_cast<A>(of_row.of_target);
     losses[i] = {of_row.loss, weight};
   }
-}
-
-// The gradient of the target's logit, the largest of a row, in float64 because the difference
-// cancels. `above`: the softcapped logit minus the maximum.
-double gradient_of_target(const LossBackward& args, const LossScales<double>& scales, double x,
-                          double above, double weight) {
-  double slope = 1;
-  if (args.softcap != 0) {
-    const double tangent = std::tanh(x / args.softcap);
-    slope = 1 - tangent * tangent;
-  }
-  const double softmax = scales.of_softmax * std::exp(above);
-  return (softmax - scales.of_class * weight - scales.of_target) * slope;
 }
 
 template <class T, bool kSoftcap, bool kSmooths>
@@ -196,13 +194,10 @@ void loss_backward_kernel(const LossBackward& args, int64_t begin, int64_t end) 
     widen_line(args.dloss, args.dloss_dtype, i * args.dloss_stride, 1, &upstream);
     double gradient = upstream;
     if (args.total_weight) gradient /= *static_cast<const A*>(args.total_weight);
-    const LossScales<double> scales = loss_scales<double>(
-        args, gradient, static_cast<const A*>(args.factor)[i], weight_of<A>(args, target));
-    // Computed before its logit is overwritten.
-    const A above = logit_at<A, kSoftcap>(row, target, static_cast<A>(args.softcap)) -
-                    static_cast<const A*>(args.maximum)[i];
-    const A at_target = static_cast<A>(gradient_of_target(
-        args, scales, load<A>(row + target, Tail{1})[0], above, weight_of<A>(args, target)));
+    const LossScales<double> scales =
+        loss_scales<double>(args, gradient, static_cast<const A*>(args.factor)[i],
+                            static_cast<const A*>(args.of_target)[i]);
+    const A at_target = static_cast<A>(scales.of_target);
     const Vec<A> maximum = broadcast<A>(static_cast<const A*>(args.maximum)[i]);
     const Vec<A> of_softmax = broadcast<A>(static_cast<A>(scales.of_softmax));
     const Vec<A> of_class = broadcast<A>(static_cast<A>(scales.of_class));

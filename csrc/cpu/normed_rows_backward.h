@@ -61,7 +61,9 @@ void norm_backward_kernel(const BackwardRows<A>& rows, int64_t begin, int64_t en
           each<A>([&](Vec<A> v) { return (kRms ? v : v - mean[r]) * rstd[r]; }, load_as(x[r] + j));
       V gradient = each<A>(
           [&](Vec<A> upstream, Vec<A> w, Vec<A> of_h) {
-            const Vec<A> g = kRms ? upstream * w : fma<A>(upstream, w, -mean_g[r]);
+            // Not fused: the difference is exactly zero in a row of one column.
+            Vec<A> g = upstream * w;
+            if constexpr (!kRms) g -= mean_g[r];
             return fma<A>(-of_h, mean_gh[r], g) * rstd[r];
           },
           d, weight, h);

@@ -192,19 +192,21 @@ __device__ __forceinline__ void finish_row(const LossForward& args, int64_t row,
   LossOfRow<A> of_row{};
   A maximum = 0, weight = 0;
   if (target != args.ignore_index && (target < 0 || target >= args.cols)) {
-    of_row = {kNan, kNan};
+    of_row = {kNan, kNan, kNan};
     weight = kNan;
   } else if (target != args.ignore_index) {
     // The logit of the target is read a second time.
     const T* x = static_cast<const T*>(args.input) + row * args.input_stride + target;
     const Raw<T> raw = load_pack(x, CutColumns{0, 1}, 0);
-    const A of_target = logit_of(element<T>(raw, 0), static_cast<A>(args.softcap)).value;
+    const Logit<A> logit = logit_of(element<T>(raw, 0), static_cast<A>(args.softcap));
     weight = args.weight ? load_global(static_cast<const A*>(args.weight) + target) : A(1);
     maximum = sums.maximum;
-    of_row = loss_of<A>(args, sums, of_target, weight);
+    of_row = loss_of<A>(args, sums,
+                        {logit.value, logit.slope, exponential(logit.value - maximum), weight});
   }
   store_global(static_cast<A*>(args.maximum) + row, maximum);
   store_global(static_cast<A*>(args.factor) + row, of_row.factor);
+  store_global(static_cast<A*>(args.of_target) + row, of_row.of_target);
   store_global(static_cast<A*>(workspace) + row, of_row.loss);
   store_global(static_cast<A*>(workspace) + args.rows + row, weight);
 }
@@ -310,11 +312,10 @@ __device__ __forceinline__ RowHead<Accumulator<T>> head_of(const LossBackward& a
   }
   if (args.total_weight) gradient /= load_global(static_cast<const A*>(args.total_weight));
   const bool is_class = target >= 0 && target < args.cols;  // else its factor is NaN
-  const A weight =
-      args.weight && is_class ? load_global(static_cast<const A*>(args.weight) + target) : A(1);
   const A factor = load_global(static_cast<const A*>(args.factor) + row);
+  const A of_target = load_global(static_cast<const A*>(args.of_target) + row);
   return {is_class ? target : args.cols, load_global(static_cast<const A*>(args.maximum) + row),
-          loss_scales(args, gradient, factor, weight)};
+          loss_scales(args, gradient, factor, of_target)};
 }
 
 template <class T, bool kAligned>
@@ -348,12 +349,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int e = 0; e < kPack; ++e) {
       const int64_t column = packs.column(pack, e);
       const Logit<A> logit = logit_of(element<T>(raw, e), softcap);
-      A others = column == head.target ? head.scales.of_target : A(0);
+      A others = 0;
       if (args.label_smoothing != 0.0 && packs.has(pack, e)) {
-        others += head.scales.of_class * (weight ? load_global(weight + column) : A(1));
+        others = head.scales.of_class * (weight ? load_global(weight + column) : A(1));
       }
       const A of_softmax = head.scales.of_softmax * exponential(logit.value - head.maximum);
-      gradient[e] = (of_softmax - others) * logit.slope;
+      gradient[e] =
+          column == head.target ? head.scales.of_target : (of_softmax - others) * logit.slope;
     }
     packs.store(drow, pack, narrow<T>(gradient));
   }

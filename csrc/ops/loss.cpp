@@ -40,7 +40,7 @@ ONEPASS_EXTEND_OPTIONS(LossBackwardOptions, LossOptions, ONEPASS_LOSS_BACKWARD_O
 constexpr const char* kOp = "cross_entropy";
 constexpr const char* kBackward = "cross_entropy_backward";
 constexpr const char* kInplace = "cross_entropy_backward_inplace";
-constexpr int64_t kStatistics = 2;  // of a row: its maximum and its factor
+constexpr int64_t kStatistics = 3;  // of a row: maximum, factor, of_target
 
 DType accumulator_of(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -178,6 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> loss_forward(const LossForwardOptions& option
   char* lines = static_cast<char*>(statistics.mutable_data_ptr());
   args.maximum = line_of(lines, args, 0);
   args.factor = line_of(lines, args, 1);
+  args.of_target = line_of(lines, args, 2);
   args.total_weight = is_mean ? total_weight.mutable_data_ptr() : nullptr;
   if (args.rows > 0 || is_reduced) {
     run_operator(backend().loss_forward, args, device, [&] { return describe(kOp, args); });
@@ -225,6 +226,7 @@ void run_backward(const char* op, const LossBackwardOptions& options, const Tens
   args.dloss_stride = dloss.dims ? dloss.strides[0] : 0;
   args.maximum = line_of(lines, args, 0);
   args.factor = line_of(lines, args, 1);
+  args.of_target = line_of(lines, args, 2);
   args.total_weight =
       args.reduction == Reduction::kMean ? options.total_weight.const_data_ptr() : nullptr;
   args.dinput = dinput;
@@ -447,6 +449,7 @@ class LinearLoss {
     forward.loss_dtype = accumulator_;
     forward.maximum = line_of(lines, args, 0);
     forward.factor = line_of(lines, args, 1);
+    forward.of_target = line_of(lines, args, 2);
     run_operator(backend().loss_forward, forward, device, [&] { return describe(kOp, args); });
     if (!options_.dloss || args.cols == 0) return;
     const TensorInfo dloss = info_of(*options_.dloss);
@@ -458,6 +461,7 @@ class LinearLoss {
                      row * backward.dloss_stride * size_of(backward.dloss_dtype);
     backward.maximum = forward.maximum;
     backward.factor = forward.factor;
+    backward.of_target = forward.of_target;
     backward.dinput = logits_.mutable_data_ptr();
     backward.dinput_stride = args.input_stride;
     run_operator(backend().loss_backward, backward, device,
@@ -548,7 +552,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_loss(const LinearLossOptions& 
 
 OperatorList loss_operators() {
   return {
-      // statistics: (2, rows). total_weight has size 0 unless the reduction is a mean.
+      // statistics: (3, rows). total_weight has size 0 unless the reduction is a mean.
       entry<&Packed<&loss_forward>::call>("loss_forward" ONEPASS_LOSS_FORWARD_ARGUMENTS
                                           " -> (Tensor loss, Tensor statistics, Tensor "
                                           "total_weight)"),

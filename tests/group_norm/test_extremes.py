@@ -131,6 +131,19 @@ def test_constant_groups(dtype, last):
 
 @everywhere
 @orders
+@activations
+@dtypes
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+def test_groups_of_one_element_have_no_gradient(dtype, activation, last, eps):
+    """A large factor, 1 / sqrt(eps), of a difference that must be 0."""
+    case = make((16, 8, 1, 1), 8, dtype, activation, last=last)
+    case.eps = eps
+    found = results(case.ours, case)
+    assert not found["dinput"].any() and not found["dweight"].any()
+
+
+@everywhere
+@orders
 def test_silu_keeps_its_digits(last):
     """Also of large negative numbers, where an exponent rounded once has |x| times the error."""
     case = make((1, 256, 3, 3), 2, activation="silu", last=last)

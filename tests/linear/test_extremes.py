@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onepass import functional
+import onepass
+from onepass import functional, numerics
 from tests.linear.cases import DTYPES, FLOATS, check, dtypes, make, results, stock
 
 pytestmark = pytest.mark.isa
@@ -121,3 +122,28 @@ def test_whole_numbers_are_exact(dtype):
         found = results(functional.linear, case)
         for name, expected in results(F.linear, case, double=True).items():
             assert torch.equal(found[name].double(), expected), name
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64])
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+def test_subnormal_bfloat16(weight_dtype, rows):
+    """AVX-512's dot instructions, which multiply bfloat16 by bfloat16, take subnormal numbers as 0
+    (docs/limits.md): for any number of rows, and nowhere else."""
+    has_dots = onepass._C.cpu_level() == "avx512_bf16"
+    input = torch.full((rows, 32), 1e-40, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.full((16, 32), 6e4, dtype=weight_dtype, requires_grad=True)
+    doutput = torch.full((rows, 16), 6e4, dtype=torch.bfloat16)
+    output = functional.linear(input, weight)
+    (dweight,) = torch.autograd.grad(output, weight, doutput, retain_graph=True)
+    (dinput,) = torch.autograd.grad(output, input, torch.full_like(doutput, 1e-40))
+    x, w, d = (t.detach().double() for t in (input, weight, doutput))
+    of_weight = has_dots and weight_dtype is torch.bfloat16
+    for found, exact, is_zero in (
+        (output, x @ w.t(), of_weight),
+        (dinput, torch.full_like(d, x[0, 0]) @ w, of_weight),
+        (dweight, d.t() @ x, has_dots or weight_dtype is torch.float16),  # which has none so small
+    ):
+        expected = torch.zeros_like(exact) if is_zero else exact
+        numerics.assert_close(found, expected, expected.to(found.dtype))
+    infinite = functional.linear(input, torch.full_like(weight, torch.inf))
+    assert (infinite.isnan() if of_weight else infinite.isposinf()).all()

@@ -26,18 +26,19 @@ from tests.support.results import assert_same_bits
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, cols", [(3, 4096), (5, 129), (9, 1031)])
 def test_one_pass(cuda, rows, cols, dtype, option):
-    """Every logit once, and every gradient; the target's logit of each row once more."""
+    """Every logit once, and every gradient; the forward reads each row's target once more."""
     case = make(rows, cols, dtype, **OPTIONS[option], ignored=False)
     results(case.ours, case)
     (ahead,), (back,) = cuda.of("loss_forward"), cuda.of("loss_backward")
     number, size = 8 if dtype is F64 else 4, dtype.itemsize
     tensor, is_mean = rows * cols * size, option != "none"
-    weights = rows * (cols + 1) * number if case.weight is not None else 0
+    weights = rows * cols * number if case.weight is not None else 0
+    of_targets = rows * number if case.weight is not None else 0
     scratch = rows * number * (2 if is_mean else 1)  # losses, and the weights of the mean
-    assert ahead["read"] == tensor + rows * (8 + size) + weights + scratch
-    written = rows * 4 * number + (size + number if is_mean else rows * size)
+    assert ahead["read"] == tensor + rows * (8 + size) + weights + of_targets + scratch
+    written = rows * 5 * number + (size + number if is_mean else rows * size)
     assert ahead["written"] == tensor * 0 + written
-    assert back["read"] == tensor + rows * (8 + size + 2 * number + is_mean * number) + weights
+    assert back["read"] == tensor + rows * (8 + size + 3 * number + is_mean * number) + weights
     assert back["written"] == tensor
 
 

@@ -102,6 +102,44 @@ def test_certain_rows(executor, dtype):
     check(*cases)
 
 
+CERTAIN = {
+    "plain": {},
+    "z_loss": {"z_loss": 1e-4},
+    "large z_loss": {"z_loss": 0.1},
+    "smoothed": {"label_smoothing": 0.1},
+    "smoothed, z_loss": {"label_smoothing": 0.1, "z_loss": 1e-3},
+    "weighted, z_loss": {"weighted": True, "z_loss": 1e-3},
+    "softcap, z_loss": {"softcap": 30.0, "z_loss": 1e-3},
+}
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("option", CERTAIN)
+@pytest.mark.parametrize("cols", [2, 3, 60])
+def test_certain_rows_of_each_option(executor, cols, option, dtype):
+    """What an option adds to the gradient is not rounded as p is, beside 1: of two classes it is
+    all there is."""
+    logits = (5.0, 9.0) if dtype is F64 else (5.0, 14.0, 25.0)  # float64 has no base
+    for logit in logits:
+        draws = range(4 * executor.draws)
+        cases = [make(8, cols, dtype, seed=s, **CERTAIN[option]) for s in draws]
+        for case in cases:
+            case.input[torch.arange(8), case.target.clamp(min=0)] = logit
+        check(*cases)
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_one_class_has_no_gradient_but_of_z_loss(executor, dtype, label_smoothing):
+    case = make(6, 1, dtype, label_smoothing=label_smoothing)
+    found = results(case.ours, case)
+    assert not found["loss"].any() and not found["dinput"].any()
+    options = {"label_smoothing": label_smoothing, "z_loss": 1e-3}
+    check(*(make(6, 1, dtype, seed=seed, **options) for seed in range(4 * executor.draws)))
+
+
 @everywhere
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_growing_and_falling_rows(executor, dtype):

@@ -360,3 +360,17 @@ def test_losses_of_rows_are_those_of_the_raw_operator():
     loss, *gradients = RAW.linear_loss(*arguments, -100, 0.0, 0.0, 0.0, None, 0)
     assert loss.dtype is F32 and all(t.shape == (0,) for t in gradients)
     assert torch.equal(loss.bfloat16(), case.ours(*arguments[:2], case.linear_bias))
+
+
+@isa
+@dtypes
+@pytest.mark.parametrize("option", [{}, {"z_loss": 1e-4}, {"z_loss": 1e-4, "label_smoothing": 0.1}])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_certain_rows(reduction, option, dtype):
+    """The gradient of z_loss is all there is, and p is rounded beside 1."""
+    draws = range(8)
+    cases = [make(8, 16, 2, dtype, seed=s, reduction=reduction, **option) for s in draws]
+    for case in cases:
+        case.linear_bias[:] = torch.tensor([20.0, 0.0])
+        case.target[:] = 0
+    check(*cases)

@@ -43,6 +43,25 @@ def test_values_and_gradients(executor, dtype, per, rms, form):
         check_draws(rms, 2, 5, cols, dtype, per, form, draws=draws)
 
 
+@everywhere
+@dtypes
+@pytest.mark.parametrize("form", ["plain", "add", "gated"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+def test_one_column_has_no_gradient(form, dtype, eps):
+    """A large factor, 1 / sqrt(eps), of a difference that must be 0."""
+    case = make(False, 3, 16, 1, dtype, form=form)
+    case.eps = eps
+    found = results(case.ours, case)
+    assert torch.equal(found["y"], case.tensors["shift"][:, None].expand(3, 16, 1))
+    assert not found["dscale"].any()
+    through = torch.zeros_like(case.gradients[0]) if form == "plain" else case.gradients[1]
+    if form != "plain":
+        assert torch.equal(found["dresidual"], through)
+    if form == "gated":
+        through = through * case.tensors["gate"][:, None]
+    assert torch.equal(found["dinput"], through)
+
+
 @pytest.mark.emulator_grid
 @kinds
 @dtypes

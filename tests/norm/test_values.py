@@ -392,6 +392,32 @@ def test_constant_rows(cols):
 
 
 @everywhere
+@dtypes
+@pytest.mark.parametrize("residual", [False, True], ids=["layer_norm", "add_layer_norm"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-12, 1e-30])
+def test_one_column_has_no_gradient(residual, dtype, eps):
+    """A large factor, 1 / sqrt(eps), of a difference that must be 0."""
+    case = make(False, 64, 1, dtype, residual=residual, eps=eps)
+    case.gradients = (torch.randn(64, 1).to(dtype),) * (1 + residual)
+    outputs, gradients = outputs_and_gradients(case.ours, case)
+    assert torch.equal(outputs["y"], case.bias.expand_as(case.input))
+    assert not gradients["weight"].any()
+    expected = case.gradients[1] if residual else torch.zeros_like(case.input)
+    for name in ("input", "residual") if residual else ("input",):
+        assert torch.equal(gradients[name], expected)
+
+
+@everywhere
+@kinds
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("cols", [1, 2, 3])
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+def test_few_columns(rms, residual, dtype, cols, eps):
+    """Gradients cancel, and one row says little: how near its numbers are decides."""
+    check_draws(rms, 16, cols, dtype, residual=residual, eps=eps, draws=32)
+
+
+@everywhere
 @pytest.mark.parametrize("cols", [100, 768, 5000])
 def test_rows_that_begin_unlike_the_rest(cols):
     """Sums are taken around the mean of the first elements, if that is near the row's mean."""

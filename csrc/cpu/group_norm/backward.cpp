@@ -109,25 +109,21 @@ struct GradientTerms {
   Vec<A> rstd;
   Vec<A> weight;
   Vec<A> bias;
-  Vec<A> mean_g;
-  Vec<A> mean_gh;
+  Vec<A> offset;
+  Vec<A> slope;
 };
 
 // scalar: dz = doutput[j] * silu'((x[j] - mean) * (rstd * weight) + bias)
-//         dx[j] = (dz * weight - mean_g - (x[j] - mean) * (rstd * mean_gh)) * rstd
+//         dx[j] = dz * (rstd * weight) - ((x[j] - mean) * slope + offset)
 // V is Vec<A> or Two<A>.
 template <class A, class D, class X, bool kSilu, class V>
 ONEPASS_INLINE V gradient_of(V d, const V& x, const GradientTerms<A>& of) {
   const V centred = each<A>([&](Vec<A> v) { return v - of.mean; }, x);
-  if constexpr (kSilu) {
-    d = times_silu_slope<A, Wider<D, X>>(d, z_of<A>(centred, of.rstd * of.weight, of.bias));
-  }
-  const Vec<A> slope = of.rstd * of.mean_gh;
-  return each<A>(
-      [&](Vec<A> dz, Vec<A> v) {
-        return fma<A>(-v, slope, fma<A>(dz, of.weight, -of.mean_g)) * of.rstd;
-      },
-      d, centred);
+  const Vec<A> scale = of.rstd * of.weight;
+  if constexpr (kSilu) d = times_silu_slope<A, Wider<D, X>>(d, z_of<A>(centred, scale, of.bias));
+  // dz * scale is rounded, as in offset: the gradient of a group of one element is exactly zero.
+  return each<A>([&](Vec<A> dz, Vec<A> v) { return dz * scale - fma<A>(v, of.slope, of.offset); },
+                 d, centred);
 }
 
 // kInTwos: two vectors of doutput at a time have the order of x.
@@ -142,8 +138,8 @@ void run_dinput(const void* doutput_, const void* x_, void* dx_, int64_t count,
       .rstd = broadcast<A>(channel.rstd),
       .weight = broadcast<A>(channel.weight),
       .bias = broadcast<A>(channel.bias),
-      .mean_g = broadcast<A>(channel.mean_g),
-      .mean_gh = broadcast<A>(channel.mean_gh),
+      .offset = broadcast<A>(channel.offset),
+      .slope = broadcast<A>(channel.slope),
   };
   const auto one = [&](int64_t j, auto lanes) {
     const Vec<A> d = load<A>(doutput + j, lanes), v = load<A>(x + j, lanes);
@@ -175,8 +171,8 @@ void pixel_dinput(const void* doutput_, int64_t doutput_stride, const void* x_, 
           .rstd = load<A>(of.rstd + j, lanes),
           .weight = load<A>(of.weight + j, lanes),
           .bias = load<A>(of.bias + j, lanes),
-          .mean_g = load<A>(of.mean_g + j, lanes),
-          .mean_gh = load<A>(of.mean_gh + j, lanes),
+          .offset = load<A>(of.offset + j, lanes),
+          .slope = load<A>(of.slope + j, lanes),
       };
       for (int p = 0; p < count; ++p) {
         prefetch_ahead(x + (pixel + p) * x_stride + j);
@@ -232,8 +228,8 @@ void backward(const GroupNormBackward& args, const Plan& plan, const Layout& lay
   const int64_t row = layout.row;
   A* const parts = call.template in<A>(layout.parts);
   A* const sums = call.template in<A>(layout.sums);
-  A* const mean_g = call.template in<A>(layout.statistics);
-  A* const mean_gh = mean_g + args.batch * args.groups;
+  A* const offset = call.template in<A>(layout.statistics);
+  A* const slope = offset + args.batch * args.groups;
   const A* const mean = static_cast<const A*>(args.mean);
   const A* const rstd = static_cast<const A*>(args.rstd);
   const auto input = [&](int64_t unit, const PartRange& part) {
@@ -252,17 +248,19 @@ void backward(const GroupNormBackward& args, const Plan& plan, const Layout& lay
     if (!args.channels_last) return call.scratch(slot).row(0) + part.begin;
     return call.scratch(slot).row(kScratchRows) + part.begin * args.channels;
   };
-  // The means of g and of g * h over a group, from its channels' sums.
+  // The offset, rstd * mean(g), and the slope, rstd^2 * mean(g * h), from the channels' sums.
   const auto finish = [&](int64_t sample, int64_t group) {
     const A* sum = sums + 2 * sample * row;
-    double g = 0, gh = 0;
+    const int64_t unit = sample * args.groups + group;
+    double g = 0, gh = 0;  // times rstd
     for (int64_t c = group * channels; c < (group + 1) * channels; ++c) {
-      g += static_cast<double>(call.weight()[c]) * sum[c];
-      gh += static_cast<double>(call.weight()[c]) * sum[row + c];
+      const double scale = rstd[unit] * call.weight()[c];
+      g += scale * sum[c];
+      gh += scale * sum[row + c];
     }
     const double n = static_cast<double>(channels * args.pixels);
-    mean_g[sample * args.groups + group] = static_cast<A>(g / n);
-    mean_gh[sample * args.groups + group] = static_cast<A>(gh / n);
+    offset[unit] = static_cast<A>(g / n);
+    slope[unit] = static_cast<A>(gh / n * rstd[unit]);
   };
   if (!args.channels_last) {
     const auto channel_of = [&](int64_t unit, int64_t number, bool summed) {
@@ -271,8 +269,8 @@ void backward(const GroupNormBackward& args, const Plan& plan, const Layout& lay
                         .rstd = rstd[unit],
                         .weight = call.weight()[channel],
                         .bias = call.bias()[channel],
-                        .mean_g = summed ? mean_g[unit] : A(0),
-                        .mean_gh = summed ? mean_gh[unit] : A(0)};
+                        .offset = summed ? offset[unit] : A(0),
+                        .slope = summed ? slope[unit] : A(0)};
     };
     for_each_unit(
         context, plan.threads, cut, layout.by_units,
@@ -308,13 +306,12 @@ void backward(const GroupNormBackward& args, const Plan& plan, const Layout& lay
   } else {
     const auto channels_of = [&](int64_t sample, int64_t slot, bool summed) {
       const Scratch<A> scratch = call.scratch(slot);
-      return Channels<A>{
-          .mean = call.spread(mean, sample, scratch.row(0)),
-          .rstd = call.spread(rstd, sample, scratch.row(1)),
-          .weight = call.weight(),
-          .bias = call.bias(),
-          .mean_g = summed ? call.spread(mean_g, sample, scratch.row(2)) : nullptr,
-          .mean_gh = summed ? call.spread(mean_gh, sample, scratch.row(3)) : nullptr};
+      return Channels<A>{.mean = call.spread(mean, sample, scratch.row(0)),
+                         .rstd = call.spread(rstd, sample, scratch.row(1)),
+                         .weight = call.weight(),
+                         .bias = call.bias(),
+                         .offset = summed ? call.spread(offset, sample, scratch.row(2)) : nullptr,
+                         .slope = summed ? call.spread(slope, sample, scratch.row(3)) : nullptr};
     };
     for_each_unit(
         context, plan.threads, cut, layout.by_units,

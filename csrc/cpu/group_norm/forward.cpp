@@ -250,8 +250,8 @@ void forward(const GroupNormForward& args, const Plan& plan, const Layout& layou
                                 .rstd = rstd[unit],
                                 .weight = call.weight()[channel],
                                 .bias = call.bias()[channel],
-                                .mean_g = {},
-                                .mean_gh = {}};
+                                .offset = {},
+                                .slope = {}};
             kernels.run_output(at(x, args.input_dtype, first),
                                y + first * size_of(args.output_dtype), count, of, ahead);
           });
@@ -292,8 +292,8 @@ void forward(const GroupNormForward& args, const Plan& plan, const Layout& layou
                              .rstd = call.spread(rstd, sample, scratch.row(1)),
                              .weight = call.weight(),
                              .bias = call.bias(),
-                             .mean_g = nullptr,
-                             .mean_gh = nullptr};
+                             .offset = nullptr,
+                             .slope = nullptr};
         kernels.pixel_output(input(sample, part), args.input_stride.pixel, output(sample, part),
                              part.end - part.begin, args.channels, of);
       });

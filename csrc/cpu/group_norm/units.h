@@ -116,8 +116,8 @@ struct Channel {
   A rstd;
   A weight;
   A bias;
-  A mean_g;   // of the backward
-  A mean_gh;  // of the backward
+  A offset;  // of the backward
+  A slope;   // of the backward
 };
 template <class A>
 struct Channels {  // (channels,) each
@@ -125,8 +125,8 @@ struct Channels {  // (channels,) each
   const A* rstd;
   const A* weight;
   const A* bias;
-  const A* mean_g;
-  const A* mean_gh;
+  const A* offset;
+  const A* slope;
 };
 
 // Calls body(pixel, std::integral_constant pixels) over [0, count), kPixelsPerBlock at a time.
@@ -157,7 +157,7 @@ struct Layout {
   int64_t row;         // accumulators of a row of channels, padded
   int64_t weight;      // (channels,)
   int64_t bias;        // (channels,)
-  int64_t statistics;  // (batch, groups) mean, then rstd, or mean_g and mean_gh: accumulators
+  int64_t statistics;  // (batch, groups) mean, then rstd, or offset and slope: accumulators
   int64_t sums;        // of channels: backward (batch, 2, row)
   int64_t parts;       // Moments or accumulators of each part
   Slots slots;         // of each thread: kScratchRows rows, and a unit's dz

@@ -161,7 +161,7 @@ def _(input, target, *options):
     is_mean = reduction_kind == REDUCTIONS["mean"]
     return (
         input.new_empty(() if reduction_kind else target.shape, dtype=out_dtype or input.dtype),
-        input.new_empty((2, rows), dtype=accumulator),
+        input.new_empty((3, rows), dtype=accumulator),
         input.new_empty(() if is_mean else (0,), dtype=accumulator),
     )
 

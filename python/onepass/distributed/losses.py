@@ -213,7 +213,7 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
 
     # With a smoothing of 1 the loss is the mean of w_c (lse - x_c) over the classes, whatever the
     # target. Without weights the factor that the operator keeps is 1 / exponentials.
-    losses, (maximum, factor) = run(None, float(smooths))
+    losses, (maximum, factor, _) = run(None, float(smooths))
     if smooths and weight is not None:
         losses, _ = run(weight, 1.0)
     pieces.maximum.append(maximum)
@@ -227,14 +227,18 @@ def _add_pieces(pieces: _Pieces, logits: Tensor, rows: _Rows, options: Options) 
 
 def _merged(
     pieces: _Pieces, rows: _Rows, classes: Classes, options: Options, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, statistics of the operator (2, rows), logits at the targets) of all classes."""
+) -> tuple[Tensor, Tensor]:
+    """(losses, statistics of the operator (3, rows)) of all classes.
+
+    The operator has a target in each row. Where the class is another process's, its gradient is
+    that of the class in that place.
+    """
     mine, exponentials, at_target, below = (
         torch.cat(numbers)
         for numbers in (pieces.maximum, pieces.exponentials, pieces.at_target, pieces.below)
     )
     maximum = classes.reduced(mine.to(wide), "max").double()
-    capped, _ = _softcapped(at_target, options.softcap)
+    capped, slope = _softcapped(at_target, options.softcap)
     sums = [exponentials * (mine - maximum).exp(), capped.where(rows.here, 0.0)]
     if options.label_smoothing:
         weights = mine.new_ones(classes.count) if rows.weight is None else rows.weight.double()
@@ -246,17 +250,25 @@ def _merged(
     exponentials, of_class = sums[0], sums[1]
     logarithm, smoothing = exponentials.log(), options.label_smoothing
     lse = maximum + logarithm
+    there = (capped - maximum).exp()
+    probability = there / exponentials
+    beside = torch.where(rows.here, (there - exponentials) / exponentials, probability)
     losses = (1 - smoothing) * rows.of_target * ((maximum - of_class) + logarithm)
     mass = (1 - smoothing) * rows.of_target
+    gradient = mass * beside
     if smoothing:
-        losses = losses + smoothing / classes.total * (sums[2] + rows.total * logarithm)
-        mass = mass + smoothing / classes.total * rows.total
+        share = smoothing / classes.total
+        losses = losses + share * (sums[2] + rows.total * logarithm)
+        mass = mass + share * rows.total
+        of_column = rows.of_column if classes.count else 0.0
+        gradient = gradient + share * (rows.total * probability - of_column)
     if options.z_loss:
         losses = losses + options.z_loss * rows.of_target * lse.square()
-        mass = mass + 2 * options.z_loss * rows.of_target * lse
+        of_lse = 2 * options.z_loss * rows.of_target * lse
+        mass, gradient = mass + of_lse, gradient + of_lse * probability
     losses = losses.masked_fill(rows.ignored, 0.0)
-    statistics = torch.stack([maximum, mass / exponentials]).masked_fill(rows.ignored, 0.0)
-    return losses.to(wide), statistics.to(wide), at_target
+    statistics = torch.stack([maximum, mass / exponentials, gradient * slope])
+    return losses.to(wide), statistics.masked_fill(rows.ignored, 0.0).to(wide)
 
 
 def _softcapped(x: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
@@ -271,37 +283,26 @@ def _gradient(
     logits: Tensor,
     dlosses: Tensor,
     statistics: Tensor,
-    at_target: Tensor,
     rows: _Rows,
     classes: Classes,
     options: Options,
     inplace: bool,
 ) -> Tensor:
-    """That of this process's logits.
-
-    The operator has a target in each row. What it gives there is replaced: the class may be another
-    process's, and smoothing is a share of all classes, not of these.
-    """
+    """That of this process's logits."""
     if not classes.count:
         return logits
     wide, smoothing = _accumulator(logits.dtype), options.label_smoothing
+    # Smoothing is a share of all classes, not of these.
     share = smoothing * classes.count / classes.total
     weight = rows.weight if smoothing else None
     of_loss = (_IGNORED, share, options.softcap, _NONE)
-    capped, slope = _softcapped(at_target, options.softcap)
-    maximum, factor = statistics.double()
-    targets = ((1 - smoothing) * rows.of_target).where(rows.here, 0.0)
-    if smoothing:
-        targets = targets + smoothing / classes.total * rows.of_column
-    there = dlosses.double() * (factor * (capped - maximum).exp() - targets) * slope
-    there = there.masked_fill(rows.ignored, 0.0).to(logits.dtype)[:, None]
     call = (logits, rows.place, weight, *of_loss, dlosses.to(wide), statistics)
     call += (logits.new_empty((0,), dtype=wide),)
     if inplace:
         loss._backward_inplace(*call)
         torch.autograd.graph.increment_version(logits)
-        return logits.detach().scatter_(1, rows.column, there)
-    return loss._backward(*call).scatter_(1, rows.column, there)
+        return logits.detach()
+    return loss._backward(*call)
 
 
 def _refuse_second_derivative(op: str, name: str) -> None:
@@ -319,18 +320,18 @@ class _OfLogits(torch.autograd.Function):
         pieces = _Pieces()
         _add_pieces(pieces, logits, rows, options)
         wide = _accumulator(logits.dtype)
-        losses, statistics, at_target = _merged(pieces, rows, classes, options, wide)
-        ctx.save_for_backward(logits, target, weight, statistics, at_target)
+        losses, statistics = _merged(pieces, rows, classes, options, wide)
+        ctx.save_for_backward(logits, target, weight, statistics)
         ctx.call = classes, options, inplace and not torch.compiler.is_compiling()
         return losses
 
     @staticmethod
     def backward(ctx, dlosses):
         _refuse_second_derivative("cross_entropy", "input")
-        logits, target, weight, statistics, at_target = ctx.saved_tensors
+        logits, target, weight, statistics = ctx.saved_tensors
         classes, options, inplace = ctx.call
         rows = _rows("cross_entropy", target, weight, classes, options)
-        call = (statistics, at_target, rows, classes, options, inplace)
+        call = (statistics, rows, classes, options, inplace)
         return _gradient(logits, dlosses, *call), *(None,) * 5
 
 
@@ -344,8 +345,8 @@ class _OfProduct(torch.autograd.Function):
             for chunk, logits in _chunks(*operands):
                 _add_pieces(pieces, logits, _of_chunk(rows, chunk), options)
         wide = _accumulator(operands[0].dtype)
-        losses, statistics, at_target = _merged(pieces, rows, classes, options, wide)
-        tensors = (input, linear_weight, linear_bias, target, weight, statistics, at_target)
+        losses, statistics = _merged(pieces, rows, classes, options, wide)
+        tensors = (input, linear_weight, linear_bias, target, weight, statistics)
         ctx.save_for_backward(*tensors)
         ctx.call = classes, options, casts
         return losses
@@ -353,7 +354,7 @@ class _OfProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlosses):
         _refuse_second_derivative("linear_cross_entropy", "linear_weight")
-        *given, target, weight, statistics, at_target = ctx.saved_tensors
+        *given, target, weight, statistics = ctx.saved_tensors
         classes, options, casts = ctx.call
         rows = _rows("linear_cross_entropy", target, weight, classes, options)
         input, linear_weight, linear_bias = linear_loss._cast(*given, *casts)
@@ -363,7 +364,7 @@ class _OfProduct(torch.autograd.Function):
             for chunk, logits in _chunks(input, linear_weight, linear_bias):
                 if logits.dtype is torch.float16:  # a mean's gradients are subnormal there
                     logits = logits.float()
-                saved = (dlosses[chunk], statistics[:, chunk], at_target[chunk])
+                saved = (dlosses[chunk], statistics[:, chunk])
                 call = (*saved, _of_chunk(rows, chunk), classes, options)
                 inplace = not torch.compiler.is_compiling()
                 gradient = _gradient(logits, *call, inplace)

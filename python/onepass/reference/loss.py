@@ -28,15 +28,13 @@ def cross_entropy(
     ignored = target == ignore_index
     x = _softcapped(input.masked_fill(ignored[..., None], 0.0), softcap)
     index, of_target = _of_target(x, target, weight, ignored)
-    lse = x.logsumexp(-1)
-    of_class = x.gather(x.dim() - 1, index[..., None]).squeeze(-1)
-    loss = (1 - label_smoothing) * of_target * (lse - of_class)
+    below = -x.log_softmax(-1)
+    loss = (1 - label_smoothing) * of_target * _at(below, index)
     if label_smoothing:
-        weighted = x if weight is None else weight.to(x.dtype) * x
-        smooth = _sum_of_weights(x, weight) * lse - weighted.sum(-1)
-        loss = loss + label_smoothing / x.shape[-1] * smooth
-    if z_loss:
-        loss = loss + z_loss * of_target * lse.square()
+        weighted = below if weight is None else weight.to(x.dtype) * below
+        loss = loss + label_smoothing / x.shape[-1] * weighted.sum(-1)
+    if z_loss:  # apart from below: its gradient would round that of the target near certainty
+        loss = loss + z_loss * of_target * x.logsumexp(-1).square()
     loss = loss.masked_fill(ignored, 0.0)
     if reduction == "none":
         return loss
@@ -52,17 +50,24 @@ def statistics(
     softcap: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """The statistics that the operator keeps: for each row, (2, rows), its maximum and the factor
-    of exp(x - maximum) in its gradient, 0 if it is ignored; and the sum of the targets' weights."""
+    """The statistics that the operator keeps: for each row, (3, rows), its maximum, the factor of
+    exp(x - maximum) in its gradient, and the gradient at its target, 0 if it is ignored; and the
+    sum of the targets' weights."""
     x = _softcapped(input, softcap)
     ignored = target == ignore_index
-    _, of_target = _of_target(x, target, weight, ignored)
+    index, of_target = _of_target(x, target, weight, ignored)
     maximum = x.amax(-1)
-    exponentials = (x - maximum[..., None]).exp().sum(-1)
+    terms = (x - maximum[..., None]).exp()
+    exponentials, there = terms.sum(-1), _at(terms, index)
     mass = (1 - label_smoothing) * of_target
-    mass = mass + label_smoothing / x.shape[-1] * _sum_of_weights(x, weight)
-    mass = mass + 2 * z_loss * of_target * (maximum + exponentials.log())
-    rows = torch.stack([maximum, mass / exponentials]).reshape(2, -1)
+    share, total = label_smoothing / x.shape[-1], _sum_of_weights(x, weight)
+    of_lse = 2 * z_loss * of_target * (maximum + exponentials.log())
+    gradient = mass * (there - exponentials) + (share * total + of_lse) * there
+    gradient = gradient / exponentials - share * of_target
+    if softcap:
+        gradient = gradient * (1 - torch.tanh(_at(input, index) / softcap).square())
+    mass = mass + share * total + of_lse
+    rows = torch.stack([maximum, mass / exponentials, gradient]).reshape(3, -1)
     return rows.masked_fill(ignored.reshape(1, -1), 0.0), (of_target * ~ignored).sum()
 
 
@@ -103,6 +108,11 @@ def linear_cross_entropy_backward(
 
 def _softcapped(input: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(input / softcap) if softcap else input
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Each row's element at its index."""
+    return x.gather(x.dim() - 1, index[..., None]).squeeze(-1)
 
 
 def _of_target(
