@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import onepass
 from onepass._ops import dispatch_log, products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.test_linear import FAST, SLOW, set_facts, slow_products, swap  # noqa: F401
@@ -44,6 +45,7 @@ def test_the_rule(dtype, facts, text, monkeypatch):
 
 def test_facts_of_this_machine(monkeypatch):
     monkeypatch.undo()
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     facts_of = products.facts.__wrapped__
     facts, cpuinfo = facts_of(), Path("/proc/cpuinfo").read_text()
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -104,3 +106,19 @@ def test_a_compiled_graph_of_a_single_row_has_torchs_product(monkeypatch):
         with torch.set_grad_enabled(training):
             torch.testing.assert_close(compiled(torch.ones(rows, 64)), module(torch.ones(rows, 64)))
     assert ["onepass.linear_forward" in graph for graph in graphs] == [False, True, True]
+
+
+def test_an_export_keeps_dynamic_rows(monkeypatch):
+    """The question whether a graph is for a single row makes no size a constant."""
+    amd = products.Facts("AuthenticAMD", mkl=True, bfloat16=True, float16=True)
+    monkeypatch.setattr(products, "facts", lambda: amd)
+    monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1 << 22, 1 << 22)})
+    layer = torch.nn.Linear(64, 64)
+    assert onepass.swap(layer, kinds="linear").swapped
+    sizes = torch.export.Dim("batch"), torch.export.Dim("rows")
+    with torch.no_grad():
+        program = torch.export.export(
+            layer, (torch.randn(2, 48, 64),), dynamic_shapes={"input": dict(enumerate(sizes))}
+        )
+    x = torch.randn(3, 5, 64)
+    assert torch.equal(program.module()(x), layer(x))

@@ -8,6 +8,7 @@ are measured by benchmarks/small_calls.py.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
@@ -211,7 +212,7 @@ def _is_small_as_compiled(input: Tensor, weight: Tensor) -> bool:
     """Whether the graph is for a single row; all larger numbers of rows may share one graph."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # not without the compiler
 
-    if not LEAST_LINEAR or not guard_or_false(input.shape[:-1].numel() == 1):
+    if not LEAST_LINEAR or not guard_or_false(math.prod(input.shape[:-1]) == 1):
         return False
     transposed = weight.stride(1) != 1
     return _is_fast_with_a_row(products.dtype_of(input), torch.is_grad_enabled(), transposed)
