@@ -8,6 +8,7 @@ have the original's `__name__`, because other libraries choose modules by class 
 from __future__ import annotations
 
 import functools
+import inspect
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -518,7 +519,8 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
         return STATIC[original]
     made = _MADE.setdefault(original, WeakValueDictionary())
     cls = made.get((forward, spec))
-    if cls is None:
+    # Programs assign other forwards to a class.
+    if cls is None or cls._onepass_replaces is not inspect.getattr_static(original, "forward"):
         cls = made[forward, spec] = _make_class(original, forward, spec)
     return cls
 
@@ -530,6 +532,7 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
         "__doc__": original.__doc__,
         "_onepass_original": original,
         "_onepass_forward": forward,
+        "_onepass_replaces": inspect.getattr_static(original, "forward"),
     }
     if spec is not None:
         namespace["_onepass_spec"] = spec

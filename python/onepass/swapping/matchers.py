@@ -15,12 +15,12 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils import parametrize
 
 import onepass.nn
-from onepass import _library
+from onepass import _library, _stock
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import has_kernels
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import Structure
 
 KINDS = ("norm", "attention", "dropout", "mlp", "rotary", "linear", "loss")
@@ -45,9 +45,9 @@ class Match(NamedTuple):
 
 
 _STOCK_NORMS = {
-    nn.LayerNorm.forward: classes.LayerNormForward,
-    nn.RMSNorm.forward: classes.RMSNormForward,
-    nn.GroupNorm.forward: classes.GroupNormForward,
+    nn.LayerNorm: classes.LayerNormForward,
+    nn.RMSNorm: classes.RMSNormForward,
+    nn.GroupNorm: classes.GroupNormForward,
 }
 _OWN_NORMS = (
     onepass.nn.LayerNorm.forward,
@@ -60,9 +60,9 @@ _OTHER_NORMS = (
     (nn.LocalResponseNorm, Reason.RESPONSE_NORM),
 )
 _STOCK_ATTENTION = {
-    nn.MultiheadAttention.forward: classes.MultiheadAttentionForward,
-    nn.TransformerEncoderLayer.forward: classes.EncoderLayerForward,
-    nn.TransformerDecoderLayer.forward: classes.DecoderLayerForward,
+    nn.MultiheadAttention: classes.MultiheadAttentionForward,
+    nn.TransformerEncoderLayer: classes.EncoderLayerForward,
+    nn.TransformerDecoderLayer: classes.DecoderLayerForward,
 }
 _OWN_ATTENTION = (
     onepass.nn.MultiheadAttention,
@@ -121,9 +121,9 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
         return None
     if cls.forward in _OWN_NORMS:
         return None
-    if cls.forward in _STOCK_NORMS:
+    if forward := _STOCK_NORMS.get(_stock.definer(cls)):
         reason = _group_norm_alone(module) if isinstance(module, nn.GroupNorm) else None
-        return Match("norm", forward=_STOCK_NORMS[cls.forward], reason=reason)
+        return Match("norm", forward=forward, reason=reason)
     for other, reason in _OTHER_NORMS:
         if isinstance(module, other):
             return Match("norm", reason=reason.because())
@@ -186,16 +186,15 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
     cls = type(module)
     if isinstance(module, _OWN_ATTENTION):
         return None
-    if cls.forward in _STOCK_ATTENTION:
+    if forward := _STOCK_ATTENTION.get(_stock.definer(cls)):
         reason, forceable = None, False
         if isinstance(module, nn.MultiheadAttention):
             if module.head_dim > classes.MOST_HEAD_DIM:
                 reason = Reason.HEAD_DIM.because(module.head_dim, classes.MOST_HEAD_DIM)
-        elif cls.forward is nn.TransformerEncoderLayer.forward:
-            if cls._sa_block is not nn.TransformerEncoderLayer._sa_block:
+        elif forward is classes.EncoderLayerForward:
+            if cls._sa_block is not _stock.method(nn.TransformerEncoderLayer, "_sa_block"):
                 reason = Reason.OWN_SA_BLOCK.because()
                 forceable = True
-        forward = _STOCK_ATTENTION[cls.forward]
         return Match("attention", forward, reason=reason, forceable=forceable)
     if isinstance(module, nn.MultiheadAttention):
         reason = Reason.OWN_FORWARD.because()
@@ -231,6 +230,8 @@ def _mlp(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | Non
     activation = parts.activation and module._modules[parts.activation]
     if activation and (activation._forward_hooks or activation._forward_pre_hooks):
         return Match("mlp", reason=Reason.HOOKS.because(parts.activation))
+    if activation and replaced_forward(activation):
+        return Match("mlp", reason=Reason.PART_FORWARD.because(parts.activation))
     return Match("mlp", forward=classes.GatedForward, structure=parts)
 
 
@@ -266,7 +267,7 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
         original, forward = nn.Linear, classes.LinearForward
     if not isinstance(getattr(module, "weight", None), torch.Tensor):
         return None  # set later, or never
-    if cls.forward is not original.forward:
+    if _stock.definer(cls) is not original:
         own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
         return _linear_calls(module, calls()) or own
     return Match("linear", forward=forward, reason=_as_fast([module.weight], small=True))
@@ -292,7 +293,7 @@ def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     cls = type(module)
     if isinstance(module, onepass.nn.CrossEntropyLoss):
         return None
-    if cls.forward is nn.CrossEntropyLoss.forward:
+    if _stock.definer(cls) is nn.CrossEntropyLoss:
         return Match("loss", forward=classes.CrossEntropyLossForward)
     reached = calls()
     if not (reached.loss or reached.losses) or not small_calls.vocabulary(module):
@@ -395,8 +396,8 @@ def _holds_tensor(value) -> bool:
 def obstacle_to(module: nn.Module, kind: str) -> Because | None:
     """Why a module of a known class still cannot be swapped; None if it can."""
     cls = type(module)
-    if "forward" in vars(module):
-        return Reason.INSTANCE_FORWARD.because()
+    if because := replaced_forward(module):
+        return because
     if cls.__call__ is not nn.Module.__call__:
         return Reason.OWN_CALL.because()
     if parametrize.is_parametrized(module):

@@ -48,7 +48,7 @@ from onepass.functional._internal import (
 )
 from onepass.swapping import classes
 from onepass.swapping.inputs import has_kernels
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Because, Reason, replaced_forward
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -435,8 +435,8 @@ def obstacle(head: nn.Module | None) -> Because | None:
     cls = type(head)
     if cls not in (nn.Linear, classes.Linear):
         return Reason.NO_HEAD.because(f"{cls.__module__}.{cls.__qualname__}")
-    if "forward" in vars(head):
-        return Reason.INSTANCE_FORWARD.because()
+    if because := replaced_forward(head):
+        return because
     if any(vars(head)[hooks] for hooks in _HOOKS):
         return Reason.HOOKS_OF_HEAD.because()
     if parametrize.is_parametrized(head):

@@ -1,0 +1,40 @@
+"""torch's own methods: whether a class still has the one that its library defined.
+
+Programs assign to `nn.Linear.forward` and the like, before or after this package is imported. The
+function itself tells: by the module whose globals it uses and the name that its code was compiled
+under, of which functools.wraps copies neither.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+
+# Modules whose classes are known by their forward, which is not proven with numbers. Elsewhere a
+# forward may be decorated where it is defined.
+_KNOWN = ("torch.nn.", "transformers.pytorch_utils.")
+
+
+def method(cls: type, name: str = "forward") -> types.FunctionType | None:
+    """The method that a class defines; None if that is not the one of its class statement."""
+    found = vars(cls).get(name)
+    if not isinstance(found, types.FunctionType):
+        return None
+    code, home = found.__code__, sys.modules.get(cls.__module__)
+    compiled = getattr(code, "co_qualname", found.__qualname__)  # Python 3.11
+    own = code.co_name == name and compiled == found.__qualname__ == f"{cls.__qualname__}.{name}"
+    return found if own and found.__globals__ is getattr(home, "__dict__", None) else None
+
+
+def definer(cls: type, name: str = "forward") -> type:
+    """The class that defines a method for cls; of those with the same one, the last."""
+    found = inspect.getattr_static(cls, name)
+    return next(base for base in reversed(cls.__mro__) if vars(base).get(name) is found)
+
+
+def replaced(cls: type) -> type | None:
+    """The class of torch whose forward a module of cls runs, if that was replaced."""
+    cls = definer(cls)
+    known = f"{cls.__module__}.".startswith(_KNOWN)
+    return cls if known and method(cls) is None else None
