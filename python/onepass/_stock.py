@@ -1,4 +1,4 @@
-"""torch's own methods: whether a class still has the one that its library defined.
+"""Stock classes and methods: whether a class still has the method that its library defined.
 
 Programs assign to `nn.Linear.forward` and the like, before or after this package is imported. The
 function itself tells: by the module whose globals it uses and the name that its code was compiled
@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+
+from torch import nn
 
 # Modules whose classes are known by their forward, which is not proven with numbers. Elsewhere a
 # forward may be decorated where it is defined.
@@ -25,6 +27,11 @@ def method(cls: type, name: str = "forward") -> types.FunctionType | None:
     compiled = getattr(code, "co_qualname", found.__qualname__)  # Python 3.11
     own = code.co_name == name and compiled == found.__qualname__ == f"{cls.__qualname__}.{name}"
     return found if own and found.__globals__ is getattr(home, "__dict__", None) else None
+
+
+def original(module: nn.Module) -> type:
+    """The class that a module had before `swap`, or has again since `unswap`."""
+    return getattr(type(module), "_onepass_original", type(module))
 
 
 def definer(cls: type, name: str = "forward") -> type:

@@ -108,22 +108,24 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
 
 class ActivatedForward(Swapped):
     """Base of forwards of modules that have a form. Norm and activation are called as modules if
-    they have hooks, or were replaced."""
+    they have hooks, or were replaced. A wrapper that holds this after `unswap` runs the
+    original."""
 
     _onepass_spec: ActivatedSpec
 
 
 class SequentialForward(ActivatedForward):
     def forward(self, input):
-        if isinstance(input, torch.fx.Proxy):
-            return self._onepass_original.forward(self, input)
+        if isinstance(input, torch.fx.Proxy) or not isinstance(self, Swapped):
+            return _stock.original(self).forward(self, input)
         return _sequential(self, _fused, input)
 
 
 class ResnetBlock2DForward(ActivatedForward):
     def forward(self, input_tensor, temb, *args, **kwargs):
-        if args or kwargs or isinstance(input_tensor, torch.fx.Proxy):
-            return self._onepass_original.forward(self, input_tensor, temb, *args, **kwargs)
+        traced = isinstance(input_tensor, torch.fx.Proxy)
+        if args or kwargs or traced or not isinstance(self, Swapped):
+            return _stock.original(self).forward(self, input_tensor, temb, *args, **kwargs)
         return _resnet_block_2d(self, _fused, input_tensor, temb)
 
 
@@ -148,7 +150,7 @@ def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
     place, and nothing else."""
     if not isinstance(module, of) or any(vars(module)[hooks] for hooks in _HOOKS):
         return False
-    cls = getattr(type(module), "_onepass_original", type(module))
+    cls = _stock.original(module)
     return (
         cls.forward is _FORWARDS[of]
         and cls.__call__ is nn.Module.__call__

@@ -116,6 +116,8 @@ class AdaptiveForward(Swapped):
     _onepass_spec: AdaptiveSpec
 
     def forward(self, *args, **named):
+        if not isinstance(self, Swapped):  # a wrapper holds this after `unswap`
+            return _stock.original(self).forward(self, *args, **named)
         if args and isinstance(args[0], torch.fx.Proxy):
             return _elsewhere(self, self._onepass_original.forward, *args, **named)
         run, _ = FORMS[self._onepass_spec.form]
@@ -153,7 +155,7 @@ class _None:
 
 
 def _forward_of(norm: nn.Module):
-    return getattr(type(norm), "_onepass_original", type(norm)).forward
+    return _stock.original(norm).forward
 
 
 _LAYER_NORM = _stock.method(nn.LayerNorm)

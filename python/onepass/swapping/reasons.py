@@ -116,5 +116,5 @@ def replaced_forward(module: nn.Module) -> Because | None:
     nowhere."""
     if "forward" in vars(module):
         return Reason.INSTANCE_FORWARD.because()
-    cls = _stock.replaced(getattr(type(module), "_onepass_original", type(module)))
+    cls = _stock.replaced(_stock.original(module))
     return cls and Reason.CLASS_FORWARD.because(cls.__name__)
