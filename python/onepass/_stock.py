@@ -1,4 +1,5 @@
-"""Stock classes and methods: whether a class still has the method that its library defined.
+"""Modules as they are, without running code of the user's: their attributes, and whether a class
+still has the method that its library defined.
 
 Programs assign to `nn.Linear.forward` and the like, before or after this package is imported. The
 function itself tells: by the module whose globals it uses and the name that its code was compiled
@@ -11,7 +12,7 @@ import inspect
 import sys
 import types
 
-from torch import nn
+from torch import Tensor, nn
 
 # Modules whose classes are known by their forward, which is not proven with numbers. Elsewhere a
 # forward may be decorated where it is defined.
@@ -45,3 +46,28 @@ def replaced(cls: type) -> type | None:
     cls = definer(cls)
     known = f"{cls.__module__}.".startswith(_KNOWN)
     return cls if known and method(cls) is None else None
+
+
+def peek(module: nn.Module, name: str) -> object:
+    """An attribute of a module, None if it has none; a property, which may be a parametrization,
+    is returned as such, and `__getattr__` is not called."""
+    own = vars(module)
+    for found in (own, own["_parameters"], own["_buffers"], own["_modules"]):
+        if name in found:
+            return found[name]
+    return inspect.getattr_static(type(module), name, None)
+
+
+def parametrizations(module: nn.Module) -> nn.ModuleDict | None:
+    """The parametrizations of a module's tensors, None if it has none."""
+    held = module._modules.get("parametrizations")
+    return held if isinstance(held, nn.ModuleDict) and len(held) else None
+
+
+def tensors(module: nn.Module, name: str) -> list[Tensor]:
+    """The tensor that an attribute is; for a property, the parameters that it may be computed
+    from."""
+    value = peek(module, name)
+    if isinstance(value, property):
+        return [x for x in module.parameters() if x.is_floating_point()]
+    return [value] if isinstance(value, Tensor) else []

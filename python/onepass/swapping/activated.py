@@ -301,6 +301,7 @@ def _results(module, dtype, seed, forward) -> list[Tensor]:
     if module.downsample is not None:
         vars(twin).pop("downsample", None)
         vars(twin)["downsample"] = functools.partial(F.avg_pool2d, kernel_size=2)
+    probe.call_without_hooks(twin)
     x = normal(_BATCH, width, _SIDE, _SIDE).requires_grad_()
     temb = normal(_BATCH, _CONDITION).requires_grad_()
     leaves = [x, *made["norm1"].parameters(), *made["norm2"].parameters()]

@@ -301,6 +301,7 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     linear = twin._modules["linear"] = nn.Linear(_CONDITION, parts * width, dtype=dtype)
     for parameter in linear.parameters():
         parameter.data = normal(*parameter.shape)
+    probe.call_without_hooks(twin)
     x = normal(_BATCH, _TOKENS, width).requires_grad_()
     given = normal(_BATCH, _CONDITION)
     _, argument = FORMS[form]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.nn.utils import parametrize
 
 import onepass.nn
 from onepass import _library, _stock
@@ -156,7 +155,7 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
 
 def _group_norm_alone(module: nn.GroupNorm) -> Because | None:
     """Why torch's group norm stays where nothing after it is computed in the same pass."""
-    weight = module.weight
+    weight = next(iter(_stock.tensors(module, "weight")), None)
     if weight is None:
         return None  # the input's dtype decides in each call
     if weight.device.type not in ("cpu", "meta"):
@@ -265,25 +264,26 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
         return None  # torch's attention reads its weight directly
     else:
         original, forward = nn.Linear, classes.LinearForward
-    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+    weights = _stock.tensors(module, "weight")
+    if not weights:
         return None  # set later, or never
     if _stock.definer(cls) is not original:
         own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
         return _linear_calls(module, calls()) or own
-    return Match("linear", forward=forward, reason=_as_fast([module.weight], small=True))
+    return Match("linear", forward=forward, reason=_as_fast(weights, small=True))
 
 
 def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
     """The match of a module that calls F.linear with its own weights."""
     weights = small_calls.linear_weights(module)
-    if parametrize.is_parametrized(module):
-        weights += small_calls.matrices(module.parametrizations.parameters())
+    if parametrizations := _stock.parametrizations(module):
+        weights += small_calls.matrices(parametrizations.parameters())
     if not reached.linear or not weights:
         return None
     reason = _as_fast(weights)
     if not reason and reached.checkpoint:
         reason = Reason.CHECKPOINTS.because("products")
-    experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    experts = getattr(_stock.peek(module, "config"), "_experts_implementation", None)
     if not reason and reached.experts and experts not in (None, "eager"):
         reason = Reason.EXPERTS.because(experts)
     return Match("linear", forward=classes.Calls, reason=reason)
@@ -400,7 +400,7 @@ def obstacle_to(module: nn.Module, kind: str) -> Because | None:
         return because
     if cls.__call__ is not nn.Module.__call__:
         return Reason.OWN_CALL.because()
-    if parametrize.is_parametrized(module):
+    if _stock.parametrizations(module):
         return Reason.PARAMETRIZED.because()
     for name, parameter in module._parameters.items():
         if parameter is None:

@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.nn.utils import parametrize
 
+from onepass import _stock
 from onepass._ops import small_calls
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional._internal import (
@@ -439,7 +439,7 @@ def obstacle(head: nn.Module | None) -> Because | None:
         return because
     if any(vars(head)[hooks] for hooks in _HOOKS):
         return Reason.HOOKS_OF_HEAD.because()
-    if parametrize.is_parametrized(head):
+    if _stock.parametrizations(head):
         return Reason.PARAMETRIZED.because()
     for name, parameter in head._parameters.items():
         if parameter is not None and type(parameter) not in (*_PLAIN, *_running.without_data):
