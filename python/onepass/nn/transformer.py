@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass import _stock
 from onepass.functional._internal import linear_where_it_gains
 from onepass.nn._nested import is_packed, like_packed, rows_of
 from onepass.nn.attention import MultiheadAttention
@@ -84,6 +85,8 @@ def _layer(layer: torch.nn.TransformerEncoderLayer, x: Tensor, attend) -> Tensor
 
 _ACTIVATIONS = ((F.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 _MODULES = {torch.nn.ReLU: "relu", torch.nn.GELU: "gelu", torch.nn.SiLU: "silu"}
+_FORWARDS = {cls: _stock.method(cls) for cls in (*_MODULES, torch.nn.Linear)}
+_FF_BLOCK = _stock.method(torch.nn.TransformerEncoderLayer, "_ff_block")
 
 
 def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
@@ -99,7 +102,7 @@ def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
     """to + layer._ff_block(x)"""
-    if _is_method(layer._ff_block, torch.nn.TransformerEncoderLayer._ff_block):
+    if _is_method(layer._ff_block, _FF_BLOCK):
         # If they differ, the sum has another dtype or shape.
         residual = to if to.dtype is x.dtype and to.shape == x.shape else None
         output = _feed_forward(layer, x, layer.dropout2, residual)
@@ -140,7 +143,7 @@ def _computes(part: torch.nn.Module, *classes: type) -> bool:
     made_by_swap = "_onepass_original" in vars(type(part))
     return (
         (isinstance(part, classes) if made_by_swap else type(part) in classes)
-        and _is_method(part.forward, type(part).forward)
+        and _is_method(part.forward, _FORWARDS.get(type(part), type(part).forward))
         and part._compiled_call_impl is None
         and not (part._forward_hooks or part._forward_pre_hooks)
         and not (part._backward_hooks or part._backward_pre_hooks)

@@ -11,6 +11,7 @@ diffusers.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -23,12 +24,13 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 import onepass.functional
+from onepass import _stock
 from onepass._ops import small_calls
 from onepass.reference import group_norm as reference
 from onepass.swapping import adaptive, probe
 from onepass.swapping.classes import Swapped
 from onepass.swapping.inputs import has_kernels, is_plain
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import ActivatedSpec
 
 _SOURCE = "diffusers.models.resnet"
@@ -106,22 +108,24 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
 
 class ActivatedForward(Swapped):
     """Base of forwards of modules that have a form. Norm and activation are called as modules if
-    they have hooks, or were replaced."""
+    they have hooks, or were replaced. A wrapper that holds this after `unswap` runs the
+    original."""
 
     _onepass_spec: ActivatedSpec
 
 
 class SequentialForward(ActivatedForward):
     def forward(self, input):
-        if isinstance(input, torch.fx.Proxy):
-            return self._onepass_original.forward(self, input)
+        if isinstance(input, torch.fx.Proxy) or not isinstance(self, Swapped):
+            return _stock.original(self).forward(self, input)
         return _sequential(self, _fused, input)
 
 
 class ResnetBlock2DForward(ActivatedForward):
     def forward(self, input_tensor, temb, *args, **kwargs):
-        if args or kwargs or isinstance(input_tensor, torch.fx.Proxy):
-            return self._onepass_original.forward(self, input_tensor, temb, *args, **kwargs)
+        traced = isinstance(input_tensor, torch.fx.Proxy)
+        if args or kwargs or traced or not isinstance(self, Swapped):
+            return _stock.original(self).forward(self, input_tensor, temb, *args, **kwargs)
         return _resnet_block_2d(self, _fused, input_tensor, temb)
 
 
@@ -138,14 +142,17 @@ class Activated(NamedTuple):
     norms: tuple[str, ...]
 
 
+_FORWARDS = {cls: _stock.method(cls) for cls in (nn.GroupNorm, nn.SiLU)}
+
+
 def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
-    """Whether a module runs the forward of this class of torch, or the one that `swap` put in its
+    """Whether a module runs torch's own forward of this class, or the one that `swap` put in its
     place, and nothing else."""
     if not isinstance(module, of) or any(vars(module)[hooks] for hooks in _HOOKS):
         return False
-    cls = getattr(type(module), "_onepass_original", type(module))
+    cls = _stock.original(module)
     return (
-        cls.forward is of.forward
+        cls.forward is _FORWARDS[of]
         and cls.__call__ is nn.Module.__call__
         and "forward" not in vars(module)
     )
@@ -163,23 +170,33 @@ _is_silu = functools.partial(_is_stock, of=nn.SiLU)
 
 def form_of(module: nn.Module) -> Activated | Because | None:
     """The form of a module; the reason if its class is not the one it was written for; or None."""
-    if type(module).forward is nn.Sequential.forward:
-        if type(module).__iter__ is not nn.Sequential.__iter__:
+    if _stock.definer(type(module)) is nn.Sequential:
+        if type(module).__iter__ is not _stock.method(nn.Sequential, "__iter__"):
             return None  # it may run its children in another order
-        names = list(module._modules)
+        parts = module._modules
+        pairs = [
+            (name, following)
+            for name, following in itertools.pairwise(parts)
+            if isinstance(parts[name], nn.GroupNorm) and isinstance(parts[following], nn.SiLU)
+        ]
         norms = tuple(
             name
-            for name, following in zip(names, names[1:], strict=False)
-            if _is_norm(module._modules[name]) and _is_silu(module._modules[following])
+            for name, following in pairs
+            if _is_norm(parts[name]) and _is_silu(parts[following])
         )
-        return Activated("Sequential", norms) if norms else None
+        if norms:
+            return Activated("Sequential", norms)
+        replaced = [name for name in itertools.chain(*pairs) if replaced_forward(parts[name])]
+        return Reason.PART_FORWARD.because(replaced[0]) if replaced else None
     cls = getattr(sys.modules.get(_SOURCE), "ResnetBlock2D", None)
     if cls is None or not isinstance(module, cls):
         return None
     if type(module).forward is not cls.forward:
         return Reason.OWN_FORWARD.because()
-    if not _is_silu(module._modules.get("nonlinearity")):
-        return None
+    silu = module._modules.get("nonlinearity")
+    if not _is_silu(silu):
+        replaced = isinstance(silu, nn.SiLU) and replaced_forward(silu)
+        return Reason.PART_FORWARD.because("nonlinearity") if replaced else None
     names = ("norm1",) if module.time_embedding_norm == "scale_shift" else ("norm1", "norm2")
     norms = tuple(name for name in names if _is_norm(module._modules.get(name)))
     return Activated("ResnetBlock2D", norms) if norms else None
@@ -284,6 +301,7 @@ def _results(module, dtype, seed, forward) -> list[Tensor]:
     if module.downsample is not None:
         vars(twin).pop("downsample", None)
         vars(twin)["downsample"] = functools.partial(F.avg_pool2d, kernel_size=2)
+    probe.call_without_hooks(twin)
     x = normal(_BATCH, width, _SIDE, _SIDE).requires_grad_()
     temb = normal(_BATCH, _CONDITION).requires_grad_()
     leaves = [x, *made["norm1"].parameters(), *made["norm2"].parameters()]

@@ -21,14 +21,14 @@ import torch.fx
 from torch import Tensor, nn
 
 import onepass.functional
-from onepass import numerics
+from onepass import _stock, numerics
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping import probe
 from onepass.swapping.classes import Swapped, _elsewhere
 from onepass.swapping.inputs import is_plain
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import AdaptiveSpec
 
 _SOURCE = "diffusers.models.normalization"
@@ -116,6 +116,8 @@ class AdaptiveForward(Swapped):
     _onepass_spec: AdaptiveSpec
 
     def forward(self, *args, **named):
+        if not isinstance(self, Swapped):  # a wrapper holds this after `unswap`
+            return _stock.original(self).forward(self, *args, **named)
         if args and isinstance(args[0], torch.fx.Proxy):
             return _elsewhere(self, self._onepass_original.forward, *args, **named)
         run, _ = FORMS[self._onepass_spec.form]
@@ -153,11 +155,14 @@ class _None:
 
 
 def _forward_of(norm: nn.Module):
-    return getattr(type(norm), "_onepass_original", type(norm)).forward
+    return _stock.original(norm).forward
+
+
+_LAYER_NORM = _stock.method(nn.LayerNorm)
 
 
 def _is_torchs(norm: nn.Module) -> bool:
-    return _forward_of(norm) is nn.LayerNorm.forward
+    return _forward_of(norm) is _LAYER_NORM
 
 
 def form_of(module: nn.Module) -> str | Because | None:
@@ -185,6 +190,8 @@ def obstacle(module: nn.Module) -> Because | None:
             return Reason.NORM_HAS_WEIGHT.because()
         if norm is not None and (norm._forward_hooks or norm._forward_pre_hooks):
             return Reason.HOOKS.because("norm")
+        if norm is not None and replaced_forward(norm):
+            return Reason.PART_FORWARD.because("norm")
         return Reason.OTHER_NORM.because(type(norm).__name__)
     return None
 
@@ -296,6 +303,7 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     )
     for parameter in linear.parameters():
         parameter.data = normal(*parameter.shape)
+    probe.call_without_hooks(twin)
     x = normal(_BATCH, _TOKENS, width).requires_grad_()
     given = normal(_BATCH, _CONDITION)
     _, argument = FORMS[form]

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from torch import nn
 
+from onepass import _stock
 from onepass.swapping import matchers
 from onepass.swapping.changes import Edit
 from onepass.swapping.report import Report, grouped
@@ -82,7 +83,7 @@ def notes(model: nn.Module, report: Report) -> list[str]:
 
 
 def _is_served(module: nn.Module, configs: set[int]) -> bool:
-    if id(getattr(module, "config", None)) not in configs:
+    if id(_stock.peek(module, "config")) not in configs:
         return False
     match = matchers.match(module, ("attention",))
     return match is not None and match.named

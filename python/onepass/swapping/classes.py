@@ -8,6 +8,7 @@ have the original's `__name__`, because other libraries choose modules by class 
 from __future__ import annotations
 
 import functools
+import inspect
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 import onepass.nn
+from onepass import _stock
 from onepass._compiling import refuse_script
 from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
@@ -109,14 +111,15 @@ class Conv1DForward(Swapped):
     def forward(self, x: Tensor) -> Tensor:
         if is_plain(x):
             return linear_where_it_gains(x, self.weight.t(), self.bias)
-        return _elsewhere(self, self._onepass_original.forward, x)
+        return _elsewhere(self, _stock.original(self).forward, x)
 
 
 class CrossEntropyLossForward(Swapped):
     _onepass_to = {"loss": "onepass.nn.CrossEntropyLoss"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if is_for_loss(input) and cross_entropy_gains(input, target, self.weight):
+        ours = isinstance(self, Swapped) and is_for_loss(input)  # not so after `unswap`
+        if ours and cross_entropy_gains(input, target, self.weight):
             return onepass.nn.CrossEntropyLoss.forward(self, input, target)
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
@@ -124,17 +127,18 @@ class CrossEntropyLossForward(Swapped):
 class ProvenForward(Swapped):
     """Forward of a module that takes one tensor and was proven to compute what its spec says.
 
-    A call with other arguments runs the original.
+    A call with other arguments runs the original, as does a wrapper that holds this after `unswap`.
     """
 
     _onepass_spec: NormSpec | GatedSpec
 
     def forward(self, input=None, /, **named):
-        if input is None or named:
-            if input is not None or tuple(named) != (self._onepass_spec.argument,):
+        if input is None or named or not isinstance(self, Swapped):
+            spec = getattr(self, "_onepass_spec", None)
+            if input is not None or not spec or tuple(named) != (spec.argument,):
                 given = () if input is None else (input,)
-                return self._onepass_original.forward(self, *given, **named)
-            input = named[self._onepass_spec.argument]
+                return _stock.original(self).forward(self, *given, **named)
+            input = named[spec.argument]
         return self._onepass_compute(input)
 
 
@@ -504,7 +508,8 @@ _MADE: WeakKeyDictionary[type, WeakValueDictionary] = WeakKeyDictionary()
 
 
 def make_class(original: type, forward: type[Swapped], spec: Spec | None = None) -> type:
-    """The class of a swapped `original`: the same for the same arguments while it is alive.
+    """The class of a swapped `original`: the same for the same arguments, and forward of
+    original, while it is alive.
 
     Args:
         spec: for a `ForeignNormForward` the norm, for an `AdaptiveForward` or `ActivatedForward`
@@ -518,7 +523,7 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
         return STATIC[original]
     made = _MADE.setdefault(original, WeakValueDictionary())
     cls = made.get((forward, spec))
-    if cls is None:
+    if cls is None or cls._onepass_replaces is not inspect.getattr_static(original, "forward"):
         cls = made[forward, spec] = _make_class(original, forward, spec)
     return cls
 
@@ -530,13 +535,13 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
         "__doc__": original.__doc__,
         "_onepass_original": original,
         "_onepass_forward": forward,
+        "_onepass_replaces": inspect.getattr_static(original, "forward"),
     }
     if spec is not None:
         namespace["_onepass_spec"] = spec
-    if isinstance(spec, (ActivatedSpec, AdaptiveSpec)):
-        namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
-    if forward is GatedForward:
-        namespace["_onepass_to"] = {"mlp": f"onepass {spec}"}
+    if isinstance(spec, (ActivatedSpec, AdaptiveSpec, GatedSpec, NormSpec)):
+        kind = "mlp" if isinstance(spec, GatedSpec) else "norm"
+        namespace["_onepass_to"] = {kind: f"onepass {spec}"}
     if forward is Calls:
         named = sorted(map(call_name, spec))  # of a model's loss the head comes last, and is told
         namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
@@ -557,7 +562,6 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
 
             namespace["loss_function"] = losses.redirected(original.loss_function)
     if forward is ForeignNormForward:
-        namespace["_onepass_to"] = {"norm": f"onepass {spec}"}
         namespace["_onepass_out_dtypes"] = {(x, w): out for x, w, out in spec.dtypes}
         namespace["_onepass_autocast_dtypes"] = {}
     return type(original)(original.__name__, (forward, _Dynamic, original), namespace)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from onepass import _stock
 from onepass.reference import gate as reference
 from onepass.swapping import probe
 from onepass.swapping.specs import GatedSpec
@@ -55,7 +56,9 @@ def parts(module: nn.Module, argument: str | None) -> Parts | None:
 
 
 def _is_linear(part: nn.Module | None) -> bool:
-    return all(type(getattr(part, name, None)) is int for name in ("in_features", "out_features"))
+    return part is not None and all(
+        type(_stock.peek(part, name)) is int for name in ("in_features", "out_features")
+    )
 
 
 def _roles(module: nn.Module, found: Parts) -> Iterator[tuple[str, str | None, str]]:
@@ -123,6 +126,7 @@ class _Trial:
                 parameter.data = normal(*parameter.shape)
         if found.activation is not None:
             twin._modules[found.activation] = copy.deepcopy(module._modules[found.activation])
+        probe.call_without_hooks(twin)
         x = 2.0 * normal(2, 3, _IN)
         self.gate = twin._modules[gate](x)
         self.up = twin._modules[up](x) if up else None

@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.nn.utils import parametrize
 
 import onepass.nn
-from onepass import _library
+from onepass import _library, _stock
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import has_kernels
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import Structure
 
 KINDS = ("norm", "attention", "dropout", "mlp", "rotary", "linear", "loss")
@@ -45,9 +44,9 @@ class Match(NamedTuple):
 
 
 _STOCK_NORMS = {
-    nn.LayerNorm.forward: classes.LayerNormForward,
-    nn.RMSNorm.forward: classes.RMSNormForward,
-    nn.GroupNorm.forward: classes.GroupNormForward,
+    nn.LayerNorm: classes.LayerNormForward,
+    nn.RMSNorm: classes.RMSNormForward,
+    nn.GroupNorm: classes.GroupNormForward,
 }
 _OWN_NORMS = (
     onepass.nn.LayerNorm.forward,
@@ -60,9 +59,9 @@ _OTHER_NORMS = (
     (nn.LocalResponseNorm, Reason.RESPONSE_NORM),
 )
 _STOCK_ATTENTION = {
-    nn.MultiheadAttention.forward: classes.MultiheadAttentionForward,
-    nn.TransformerEncoderLayer.forward: classes.EncoderLayerForward,
-    nn.TransformerDecoderLayer.forward: classes.DecoderLayerForward,
+    nn.MultiheadAttention: classes.MultiheadAttentionForward,
+    nn.TransformerEncoderLayer: classes.EncoderLayerForward,
+    nn.TransformerDecoderLayer: classes.DecoderLayerForward,
 }
 _OWN_ATTENTION = (
     onepass.nn.MultiheadAttention,
@@ -121,9 +120,9 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
         return None
     if cls.forward in _OWN_NORMS:
         return None
-    if cls.forward in _STOCK_NORMS:
+    if forward := _STOCK_NORMS.get(_stock.definer(cls)):
         reason = _group_norm_alone(module) if isinstance(module, nn.GroupNorm) else None
-        return Match("norm", forward=_STOCK_NORMS[cls.forward], reason=reason)
+        return Match("norm", forward=forward, reason=reason)
     for other, reason in _OTHER_NORMS:
         if isinstance(module, other):
             return Match("norm", reason=reason.because())
@@ -156,7 +155,7 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
 
 def _group_norm_alone(module: nn.GroupNorm) -> Because | None:
     """Why torch's group norm stays where nothing after it is computed in the same pass."""
-    weight = module.weight
+    weight = next(iter(_stock.tensors(module, "weight")), None)
     if weight is None:
         return None  # the input's dtype decides in each call
     if weight.device.type not in ("cpu", "meta"):
@@ -186,16 +185,15 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
     cls = type(module)
     if isinstance(module, _OWN_ATTENTION):
         return None
-    if cls.forward in _STOCK_ATTENTION:
+    if forward := _STOCK_ATTENTION.get(_stock.definer(cls)):
         reason, forceable = None, False
         if isinstance(module, nn.MultiheadAttention):
             if module.head_dim > classes.MOST_HEAD_DIM:
                 reason = Reason.HEAD_DIM.because(module.head_dim, classes.MOST_HEAD_DIM)
-        elif cls.forward is nn.TransformerEncoderLayer.forward:
-            if cls._sa_block is not nn.TransformerEncoderLayer._sa_block:
+        elif forward is classes.EncoderLayerForward:
+            if cls._sa_block is not _stock.method(nn.TransformerEncoderLayer, "_sa_block"):
                 reason = Reason.OWN_SA_BLOCK.because()
                 forceable = True
-        forward = _STOCK_ATTENTION[cls.forward]
         return Match("attention", forward, reason=reason, forceable=forceable)
     if isinstance(module, nn.MultiheadAttention):
         reason = Reason.OWN_FORWARD.because()
@@ -231,6 +229,8 @@ def _mlp(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | Non
     activation = parts.activation and module._modules[parts.activation]
     if activation and (activation._forward_hooks or activation._forward_pre_hooks):
         return Match("mlp", reason=Reason.HOOKS.because(parts.activation))
+    if activation and replaced_forward(activation):
+        return Match("mlp", reason=Reason.PART_FORWARD.because(parts.activation))
     return Match("mlp", forward=classes.GatedForward, structure=parts)
 
 
@@ -264,25 +264,26 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
         return None  # torch's attention reads its weight directly
     else:
         original, forward = nn.Linear, classes.LinearForward
-    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+    weights = _stock.tensors(module, "weight")
+    if not weights:
         return None  # set later, or never
-    if cls.forward is not original.forward:
+    if _stock.definer(cls) is not original:
         own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
         return _linear_calls(module, calls()) or own
-    return Match("linear", forward=forward, reason=_as_fast([module.weight], small=True))
+    return Match("linear", forward=forward, reason=_as_fast(weights, small=True))
 
 
 def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
     """The match of a module that calls F.linear with its own weights."""
     weights = small_calls.linear_weights(module)
-    if parametrize.is_parametrized(module):
-        weights += small_calls.matrices(module.parametrizations.parameters())
+    if parametrizations := _stock.parametrizations(module):
+        weights += small_calls.matrices(parametrizations.parameters())
     if not reached.linear or not weights:
         return None
     reason = _as_fast(weights)
     if not reason and reached.checkpoint:
         reason = Reason.CHECKPOINTS.because("products")
-    experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    experts = getattr(_stock.peek(module, "config"), "_experts_implementation", None)
     if not reason and reached.experts and experts not in (None, "eager"):
         reason = Reason.EXPERTS.because(experts)
     return Match("linear", forward=classes.Calls, reason=reason)
@@ -292,7 +293,7 @@ def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     cls = type(module)
     if isinstance(module, onepass.nn.CrossEntropyLoss):
         return None
-    if cls.forward is nn.CrossEntropyLoss.forward:
+    if _stock.definer(cls) is nn.CrossEntropyLoss:
         return Match("loss", forward=classes.CrossEntropyLossForward)
     reached = calls()
     if not (reached.loss or reached.losses) or not small_calls.vocabulary(module):
@@ -395,11 +396,11 @@ def _holds_tensor(value) -> bool:
 def obstacle_to(module: nn.Module, kind: str) -> Because | None:
     """Why a module of a known class still cannot be swapped; None if it can."""
     cls = type(module)
-    if "forward" in vars(module):
-        return Reason.INSTANCE_FORWARD.because()
+    if because := replaced_forward(module):
+        return because
     if cls.__call__ is not nn.Module.__call__:
         return Reason.OWN_CALL.because()
-    if parametrize.is_parametrized(module):
+    if _stock.parametrizations(module):
         return Reason.PARAMETRIZED.because()
     for name, parameter in module._parameters.items():
         if parameter is None:

@@ -308,6 +308,13 @@ def twin(module: nn.Module) -> nn.Module:
     return twin
 
 
+def call_without_hooks(twin: nn.Module) -> None:
+    """Makes a call of each module in a twin a call of its forward: hooks on all modules are the
+    user's."""
+    for part in twin.modules():
+        vars(part)["_compiled_call_impl"] = part.forward
+
+
 def attributes(module: nn.Module) -> dict[str, tuple]:
     """Fields of an instance other than tensors and torch's own; by value if they have one."""
     return {

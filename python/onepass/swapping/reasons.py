@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 
+from torch import nn
+
+from onepass import _stock
+
 
 class Because(str):
     """The text of a reason, with its details; code compares its `kind`."""
@@ -75,6 +79,8 @@ class Reason(enum.Enum):
     NO_EPS = "has no eps"
     ARGUMENTS = "its forward takes ({}), not exactly one tensor"
     INSTANCE_FORWARD = "its forward is replaced on the instance"
+    CLASS_FORWARD = "the forward of the class {} is replaced"
+    PART_FORWARD = "the forward of its {} is replaced"
     HOOKS = "its {} has hooks"
     DECORATED = "its forward is decorated, and what it calls cannot be redirected"
     NO_TABLES = "calls {} without cos and sin, and onepass has no rule for that"
@@ -106,3 +112,12 @@ class Reason(enum.Enum):
     def told(self, text: object) -> Because:
         """This reason, with a text of the code that found it."""
         return Because(self, str(text))
+
+
+def replaced_forward(module: nn.Module) -> Because | None:
+    """Where the forward of a module, or of a class of torch that it is of, was replaced; None if
+    nowhere."""
+    if "forward" in vars(module):
+        return Reason.INSTANCE_FORWARD.because()
+    cls = _stock.replaced(_stock.original(module))
+    return cls and Reason.CLASS_FORWARD.because(cls.__name__)

@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.nn.utils import parametrize
 
+from onepass import _stock
 from onepass._ops import small_calls
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional._internal import (
@@ -48,7 +48,7 @@ from onepass.functional._internal import (
 )
 from onepass.swapping import classes
 from onepass.swapping.inputs import has_kernels
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Because, Reason, replaced_forward
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -435,11 +435,11 @@ def obstacle(head: nn.Module | None) -> Because | None:
     cls = type(head)
     if cls not in (nn.Linear, classes.Linear):
         return Reason.NO_HEAD.because(f"{cls.__module__}.{cls.__qualname__}")
-    if "forward" in vars(head):
-        return Reason.INSTANCE_FORWARD.because()
+    if because := replaced_forward(head):
+        return because
     if any(vars(head)[hooks] for hooks in _HOOKS):
         return Reason.HOOKS_OF_HEAD.because()
-    if parametrize.is_parametrized(head):
+    if _stock.parametrizations(head):
         return Reason.PARAMETRIZED.because()
     for name, parameter in head._parameters.items():
         if parameter is not None and type(parameter) not in (*_PLAIN, *_running.without_data):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from onepass import _library
+from onepass import _library, _stock
 from onepass._imported import is_a
 from onepass.integrations.transformers import losses
 from onepass.integrations.transformers.attention import NAME, register
@@ -339,7 +339,7 @@ def detach(model: nn.Module) -> list[str]:
 
 def is_attached(module: nn.Module) -> bool:
     """Whether a module that takes attention by name takes onepass's."""
-    config = getattr(module, "config", None)
+    config = _stock.peek(module, "config")
     return getattr(config, "_attn_implementation", None) == NAME
 
 
@@ -366,13 +366,13 @@ def plan_swap(
     changes, refused = _plan(holders, vouched)
     blocked: dict[int, str] = {}  # ids of configs
     for module, name in kept:
-        blocked[id(getattr(module, "config", None))] = name
+        blocked[id(_stock.peek(module, "config"))] = name
         for _, holder in holders:
             if any(part is module for part in holder.modules()):
                 blocked[id(holder.config)] = name
     reasons = {}
     for module, _ in wanted:
-        key = id(getattr(module, "config", None))
+        key = id(_stock.peek(module, "config"))
         if reason:
             reasons[id(module)] = f"is on {reason}"
         elif key in blocked:
@@ -495,7 +495,7 @@ def _edits(holders: list[tuple[str, PreTrainedModel]], changes: dict, by: str) -
 def _by_config(wanted: Sequence[tuple[nn.Module, bool]]) -> Iterator[tuple[object, list[bool]]]:
     configs: dict[int, tuple[object, list[bool]]] = {}
     for module, forced in wanted:
-        config = getattr(module, "config", None)
+        config = _stock.peek(module, "config")
         configs.setdefault(id(config), (config, []))[1].append(forced)
     yield from configs.values()
 
@@ -573,7 +573,7 @@ def _list_modules(report: Attachment, holders, changes: dict, refused: dict) -> 
             reason = refused[id(holder.config)][1] if served else _BY_ITSELF
             report.skipped.append({"name": name, "type": _full_name(holder), "reason": reason})
     for name, module, match in matches.values():
-        config = getattr(module, "config", None)
+        config = _stock.peek(module, "config")
         entry = {"name": name, "type": _full_name(module)}
         if match.named and (id(config) in changes or is_attached(module)):
             before = changes[id(config)][1] if id(config) in changes else NAME

@@ -1,0 +1,248 @@
+"""A dry run, an exclusion, and a swap that takes nothing run no code of the user's: no
+parametrization, no property, no hook."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrizations, parametrize
+from transformers import pytorch_utils
+
+import onepass
+from onepass.swapping import matchers
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=512,
+)
+
+
+class Ran(Exception):
+    pass
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.activation = nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class CallsLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class CallsAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        query = self.project(x)[:, None]
+        return F.scaled_dot_product_attention(query, query, query)
+
+
+class CallsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, 8), nn.Linear(8, 512)
+
+    def forward(self, x):
+        return F.cross_entropy(self.head(self.embedding(x)), x)
+
+
+def adaptive():
+    normalization = pytest.importorskip("diffusers.models.normalization")
+    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
+
+
+def resnet():
+    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
+        in_channels=64, temb_channels=64
+    )
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(8, 8),
+    "Conv1D": lambda: pytorch_utils.Conv1D(8, 8),
+    "layer norm": lambda: nn.LayerNorm(8),
+    "RMS norm": lambda: nn.RMSNorm(8),
+    "group norm": lambda: nn.GroupNorm(2, 8),
+    "group norm, silu": lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()),
+    "resnet": resnet,
+    "adaptive": adaptive,
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2),
+    "decoder layer": lambda: nn.TransformerDecoderLayer(8, 2),
+    "block": Gated,
+    "calls of linear": CallsLinear,
+    "calls of attention": CallsAttention,
+    "calls of the loss": CallsLoss,
+    "loss": lambda: nn.CrossEntropyLoss(torch.ones(4)),
+    "model": lambda: transformers.LlamaForCausalLM(CONFIG),
+    "others": lambda: nn.ModuleList([nn.Conv2d(3, 3, 1), nn.Embedding(5, 5), nn.BatchNorm1d(8)]),
+}
+OPTIONS = [
+    {"dry_run": True},
+    {"dry_run": True, "kinds": "linear"},
+    {"dry_run": True, "force": "*"},
+    {"dry_run": True, "lazy_logits": True},
+    {"exclude": "*"},
+    {"include": "nothing"},
+    {"probe": False, "filter_fn": lambda module, name: False},
+]
+on_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+on_options = pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
+
+
+@pytest.fixture(params=[False, True], ids=["as here", "gaining"], autouse=True)
+def gaining(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+
+
+def state_of(model):
+    return copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+
+def same(left, right):
+    left, right = ([*tensors.values(), state] for tensors, state in (left, right))
+    return all(map(torch.equal, left, right))
+
+
+class Noise(nn.Module):
+    ran = 0
+
+    def forward(self, x):
+        type(self).ran += 1
+        return x + torch.randn_like(x)
+
+
+@on_models
+@on_options
+def test_parametrizations_do_not_run(make, options):
+    model = make().train()
+    for module in list(model.modules()):
+        for name in list(module._parameters):
+            if module._parameters[name] is not None:
+                parametrize.register_parametrization(module, name, Noise(), unsafe=True)
+    Noise.ran, before = 0, state_of(model)
+    onepass.swap(model, **options)
+    assert not Noise.ran and same(before, state_of(model))
+    onepass.swap(model)  # takes no module of these
+    assert not Noise.ran
+
+
+def test_buffers_of_spectral_norm_stay():
+    layers = nn.Linear(8, 8), nn.Linear(8, 8).half(), nn.Linear(8, 8).bfloat16()
+    model = nn.ModuleList([parametrizations.spectral_norm(layer.float()) for layer in layers])
+    before = state_of(model)
+    report = onepass.swap(model.train())
+    assert same(before, state_of(model)) and not report.swapped
+
+
+class WithProperties:
+    """Properties of names that are looked for in modules of any class."""
+
+    def run(self):
+        raise Ran("a property")
+
+    in_features = out_features = config = eps = normalized_shape = head_dim = dropout = scale = (
+        property(run)
+    )
+
+
+class WithGetattr:
+    def __getattr__(self, name):
+        if name in ("parametrizations", "config", "in_features", "chunk_dim", "head_dim"):
+            raise Ran(name)
+        return super().__getattr__(name)
+
+
+@on_options
+@pytest.mark.parametrize("mixin", [WithProperties, WithGetattr])
+def test_attributes_are_not_computed(mixin, options):
+    class Own(mixin, nn.Module):
+        def forward(self, x):
+            return x
+
+    class OwnCalls(mixin, CallsLinear):
+        pass
+
+    class OwnLinear(mixin, nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return self.inner(x)
+
+    class Block(mixin, Gated):
+        def __init__(self):
+            super().__init__()
+            self.gate = OwnLinear()
+
+    model = nn.ModuleList([Own(), OwnCalls(), OwnLinear(), Block(), CallsAttention()])
+    onepass.swap(model, **options)
+
+
+class OwnWeight(nn.Linear):
+    """A linear layer that computes its weight."""
+
+    reads = 0
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.given = nn.Parameter(self._parameters.pop("weight").detach())
+
+    @property
+    def weight(self):
+        type(self).reads += 1
+        return 2 * self.given
+
+
+def test_a_weight_that_is_a_property_is_read_in_calls_alone():
+    if matchers._as_fast([torch.ones(2, 2)]):
+        pytest.skip("linear layers keep their class")
+    OwnWeight.reads, model, x = 0, OwnWeight(8, 8), torch.randn(3, 8)
+    assert onepass.swap(model).swapped and not OwnWeight.reads
+    torch.testing.assert_close(model(x), F.linear(x, 2 * model.given, model.bias))
+
+
+@on_models
+def test_hooks_do_not_run(make):
+    def hook(*_):
+        raise Ran("a hook")
+
+    model = make()
+    handles = [register_module_forward_hook(hook), register_module_forward_pre_hook(hook)]
+    handles += [module.register_forward_hook(hook) for module in model.modules()]
+    handles += [module.register_full_backward_hook(hook) for module in model.modules()]
+    handles += [p.register_hook(hook) for p in model.parameters() if p.requires_grad]
+    try:
+        onepass.swap(model, dry_run=True)
+        for handle in handles[2:]:
+            handle.remove()
+        report = onepass.swap(model, dry_run=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert report.to_dict() == onepass.swap(model, dry_run=True).to_dict()

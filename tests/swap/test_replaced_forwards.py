@@ -1,0 +1,221 @@
+"""A class of torch whose forward was replaced, or an instance's, keeps it, whatever the kind."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+
+import pytest
+import torch
+import torch.ao.nn.qat  # its classes are among those looked at
+from torch import nn
+from torch.nn import functional as F
+from transformers import pytorch_utils
+
+import onepass
+from onepass import _stock
+from onepass.swapping import classes, matchers
+from tests.support import fresh
+
+
+def wrapped(cls, name="forward"):
+    """As most programs replace a method; functools.wraps copies its names."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **named):
+        output = original(self, *args, **named)
+        return 2 * output if isinstance(output, torch.Tensor) else output
+
+    return method
+
+
+def activated():
+    return nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU())
+
+
+class Gated(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.down, self.activation = nn.Linear(16, 8), activation
+
+    def forward(self, x):
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+# The class, a model that holds a module of it, and the kind that would swap it.
+CASES = {
+    "LayerNorm": (nn.LayerNorm, lambda: nn.LayerNorm(8), "norm"),
+    "RMSNorm": (nn.RMSNorm, lambda: nn.RMSNorm(8), "norm"),
+    "GroupNorm": (nn.GroupNorm, lambda: nn.GroupNorm(4, 64).bfloat16(), "norm"),
+    "GroupNorm, then SiLU": (nn.GroupNorm, activated, "norm"),
+    "SiLU": (nn.SiLU, activated, "norm"),
+    "Sequential": (nn.Sequential, activated, "norm"),
+    "SiLU of a block": (nn.SiLU, lambda: Gated(nn.SiLU()), "mlp"),
+    "GELU of a block": (nn.GELU, lambda: Gated(nn.GELU()), "mlp"),
+    "Dropout": (nn.Dropout, lambda: nn.Dropout(0.5), "dropout"),
+    "Linear": (nn.Linear, lambda: nn.Linear(8, 8), "linear"),
+    "Conv1D": (pytorch_utils.Conv1D, lambda: pytorch_utils.Conv1D(8, 8), "linear"),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss, nn.CrossEntropyLoss, "loss"),
+    "MultiheadAttention": (nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), "attention"),
+    "TransformerEncoderLayer": (
+        nn.TransformerEncoderLayer,
+        lambda: nn.TransformerEncoderLayer(8, 2),
+        "attention",
+    ),
+    "TransformerDecoderLayer": (
+        nn.TransformerDecoderLayer,
+        lambda: nn.TransformerDecoderLayer(8, 2),
+        "attention",
+    ),
+}
+on_cases = pytest.mark.parametrize(("cls", "make", "kind"), CASES.values(), ids=CASES.keys())
+
+
+@pytest.fixture(autouse=True)
+def linear_layers_gain(monkeypatch):
+    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+
+
+def forwards(model):
+    return {name: type(module).forward for name, module in model.named_modules()}
+
+
+@on_cases
+def test_of_a_class(cls, make, kind, monkeypatch):
+    model = make()
+    assert onepass.swap(model, kinds=kind, dry_run=True).swapped
+    monkeypatch.setattr(cls, "forward", wrapped(cls))
+    ran = [name for name, module in model.named_modules() if type(module) is cls]
+    before = forwards(model)
+    report = onepass.swap(model, kinds=kind)
+    after = forwards(model)
+    assert not {entry["name"] for entry in report.swapped} & {"", *ran}
+    assert all(after[name] is before[name] for name in {"", *ran})
+    assert any("is replaced" in entry["reason"] for entry in report.skipped)
+
+
+@on_cases
+def test_of_an_instance(cls, make, kind):
+    model = make()
+    for module in list(model.modules()):
+        if type(module) is cls:
+            module.forward = types.MethodType(wrapped(cls), module)
+    report = onepass.swap(model, kinds=kind)
+    assert "" not in {entry["name"] for entry in report.swapped}
+    assert any("is replaced" in entry["reason"] for entry in report.skipped)
+
+
+def test_results_stay(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.5)).train()
+    monkeypatch.setattr(nn.Linear, "forward", wrapped(nn.Linear))
+    monkeypatch.setattr(nn.LayerNorm, "forward", nn.Identity.forward)
+    monkeypatch.setattr(nn.Dropout, "forward", lambda self, input: input)
+    x = torch.randn(9, 64)
+    expected = model(x)
+    report = onepass.swap(model)
+    assert not report.swapped and len(report.skipped) == 3
+    assert torch.equal(model(x), expected)
+
+
+def test_a_part_of_an_encoder_layer(monkeypatch):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation=nn.GELU())
+    ours = onepass.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation=nn.GELU())
+    ours.load_state_dict(layer.state_dict())
+    for cls in (nn.Linear, nn.GELU):
+        with monkeypatch.context() as patched:
+            patched.setattr(cls, "forward", wrapped(cls))
+            x = torch.randn(5, 3, 8)
+            expected = layer(x)
+            with onepass.swapped(layer):
+                torch.testing.assert_close(layer(x), expected)
+            torch.testing.assert_close(ours(x), expected)
+
+
+@pytest.mark.parametrize("name", ["_sa_block", "_ff_block"])
+def test_a_block_of_an_encoder_layer(name, monkeypatch):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    monkeypatch.setattr(nn.TransformerEncoderLayer, name, wrapped(nn.TransformerEncoderLayer, name))
+    x = torch.randn(5, 3, 8)
+    expected = layer(x)
+    report = onepass.swap(layer)
+    assert ("" in {entry["name"] for entry in report.swapped}) == (name == "_ff_block")
+    torch.testing.assert_close(layer(x), expected)
+
+
+class Projected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def test_a_class_of_the_users_own_between_two_swaps(monkeypatch):
+    """The forward in force is the one whose calls are redirected."""
+    first, second = Projected(), Projected()
+    onepass.swap(first, kinds="linear")
+    monkeypatch.setattr(Projected, "forward", wrapped(Projected))
+    x = torch.randn(9, 8)
+    expected = second(x)
+    onepass.swap(second, kinds="linear")
+    assert isinstance(second, classes.Calls)
+    torch.testing.assert_close(second(x), expected)
+
+
+def test_before_the_import():
+    """A replacement that is older than this package is noticed."""
+    fresh.run(BEFORE, check=True)
+
+
+BEFORE = """
+import functools, torch
+from torch import nn
+for cls in (nn.LayerNorm, nn.Linear, nn.Dropout, nn.CrossEntropyLoss, nn.SiLU):
+    cls.forward = functools.wraps(cls.forward)(lambda *args, f=cls.forward: 2 * f(*args))
+import onepass
+loss = nn.CrossEntropyLoss()
+model = nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8).half(), nn.Dropout(), loss])
+model.append(nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()))
+report = onepass.swap(model)
+assert not report.swapped, report
+"""
+
+
+def test_torchs_own_forwards_are_known():
+    """Of all classes of torch.nn; one that torch decorates would be taken for a replaced one."""
+    pending, found = [nn.Module], set()
+    while pending:
+        pending += (more := pending.pop().__subclasses__())
+        found |= {cls for cls in more if "forward" in vars(cls)}
+    named = {cls for cls in found if f"{cls.__module__}.".startswith(_stock._KNOWN)}
+    named = {cls for cls in named if vars(sys.modules[cls.__module__]).get(cls.__name__) is cls}
+    assert len(named) > 100
+    assert not {cls for cls in named if _stock.replaced(cls)}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        nn.Identity.forward,  # of the same file
+        nn.Bilinear.forward,
+        torch.no_grad()(nn.Linear.forward),
+        functools.partialmethod(nn.Linear.forward),
+        torch.compile(nn.Linear.forward),
+        functools.wraps(nn.Linear.forward)(lambda self, input: input),
+    ],
+)
+def test_a_replaced_forward_is_known(forward, monkeypatch):
+    assert _stock.method(nn.Linear) is nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    assert _stock.method(nn.Linear) is None and _stock.replaced(nn.Linear) is nn.Linear
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")
+def test_replaced_code_is_known(monkeypatch):
+    code = nn.Identity.forward.__code__
+    monkeypatch.setattr(nn.Linear.forward, "__code__", code)
+    assert _stock.replaced(nn.Linear) is nn.Linear

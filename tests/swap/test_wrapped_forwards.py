@@ -1,0 +1,159 @@
+"""Modules work whose forward is wrapped on the instance after a swap, also after `unswap`: the
+wrapper holds the swapped forward."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from transformers import pytorch_utils
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+import onepass
+from onepass.swapping import matchers
+
+accelerate = pytest.importorskip("accelerate")
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=256,
+)
+
+
+@pytest.fixture(autouse=True)
+def linear_layers_gain(monkeypatch):
+    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+
+    def forward(self, x):
+        query = self.project(x).view(2, -1, 4, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, query, query)
+
+
+def adaptive():
+    normalization = pytest.importorskip("diffusers.models.normalization")
+    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
+
+
+def resnet():
+    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
+        in_channels=64, temb_channels=64
+    )
+
+
+def x(*shape):
+    return torch.randn(shape)
+
+
+MODELS = {
+    "layer norm": (lambda: nn.LayerNorm(64), lambda: (x(9, 64),)),
+    "RMS norm": (lambda: nn.RMSNorm(64), lambda: (x(9, 64),)),
+    "group norm": (lambda: nn.GroupNorm(4, 64).bfloat16(), lambda: (x(2, 64, 80, 80).bfloat16(),)),
+    "another norm": (lambda: LlamaRMSNorm(64), lambda: (x(9, 64),)),
+    "group norm, silu": (
+        lambda: nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU()),
+        lambda: (x(2, 64, 40, 40),),
+    ),
+    "resnet": (resnet, lambda: (x(2, 64, 40, 40), x(2, 64))),
+    "adaptive": (adaptive, lambda: (x(2, 9, 64), x(2, 64))),
+    "block": (lambda: LlamaMLP(CONFIG), lambda: (x(512, 64),)),
+    "linear": (lambda: nn.Linear(64, 64), lambda: (x(300, 64),)),
+    "Conv1D": (lambda: pytorch_utils.Conv1D(64, 64), lambda: (x(300, 64),)),
+    "dropout": (lambda: nn.Dropout(0.0), lambda: (x(9, 64),)),
+    "loss": (nn.CrossEntropyLoss, lambda: (x(2000, 64), torch.randint(64, (2000,)))),
+    "attention": (lambda: nn.MultiheadAttention(64, 4), lambda: (x(9, 2, 64),) * 3),
+    "layer": (lambda: nn.TransformerEncoderLayer(64, 4, dropout=0.0), lambda: (x(9, 2, 64),)),
+    "calls": (Attending, lambda: (x(2, 300, 64),)),
+    "model": (
+        lambda: transformers.LlamaForCausalLM(CONFIG),
+        lambda: (torch.randint(256, (2, 64)),),
+    ),
+}
+
+
+def wraps(module):
+    inner = module.forward
+    module.forward = functools.wraps(inner)(lambda *args, **named: inner(*args, **named))
+
+
+def of_the_class(module):
+    inner = type(module).forward
+    module.forward = types.MethodType(lambda *args, **named: inner(*args, **named), module)
+
+
+def autocast(module):
+    module.forward = torch.autocast("cpu", enabled=False)(module.forward)
+
+
+def accelerates(module):
+    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+
+
+def accelerates_and_removes(module):
+    accelerates(module)
+    accelerate.hooks.remove_hook_from_module(module)
+
+
+WRAPPERS = [wraps, of_the_class, autocast, accelerates, accelerates_and_removes]
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        result = model(*inputs)
+    if isinstance(result, dict):
+        result = result["logits"]
+    return result if isinstance(result, tuple) else (result,)
+
+
+def same(found, expected):
+    torch.testing.assert_close(*([y for y in ys if y is not None] for ys in (found, expected)))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS.keys())
+def test_works_before_and_after_unswap(make, inputs, wrapper):
+    torch.manual_seed(0)
+    model, inputs = make().eval(), inputs()
+    stock = outputs(model, inputs)
+    assert onepass.swap(model).swapped
+    for module in model.modules():
+        wrapper(module)
+    same(outputs(model, inputs), stock)
+    onepass.unswap(model)
+    same(outputs(model, inputs), stock)
+
+
+def test_cpu_offload():
+    torch.manual_seed(0)
+    make, inputs = MODELS["model"]
+    model, inputs = make().eval(), inputs()
+    stock = outputs(model, inputs)
+    onepass.swap(model)
+    device = torch.device("cpu")
+    accelerate.cpu_offload(model, execution_device=device)
+    assert "_old_forward" in vars(model.model.norm)
+    same(outputs(model, inputs), stock)
+    onepass.unswap(model)
+    same(outputs(model, inputs), stock)
+
+
+def test_the_with_block_ends_with_a_working_model():
+    model, x = nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU()), torch.randn(2, 64, 8, 8)
+    expected = model(x)
+    with onepass.swapped(model):
+        wraps(model)
+    assert torch.equal(model(x), expected)
