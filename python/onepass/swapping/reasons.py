@@ -91,6 +91,7 @@ class Reason(enum.Enum):
 
     # Found while the swap is planned.
     PROBE_OFF = "not proven: probe is off"
+    REFUSES = "it refuses another class: {}"
     NO_SUBCLASS = "its class cannot be subclassed: {}"
     HOLDS_KEPT = "holds {!r}, which keeps its {} as it is"
 
