@@ -15,6 +15,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from torch import nn
+
 ABSENT = type("ABSENT", (), {"__repr__": lambda self: "ABSENT"})()
 
 
@@ -43,6 +45,22 @@ class Edit(NamedTuple):
         if value is ABSENT:
             return functools.partial(dict.pop, vars(self.owner), self.name, None)
         return functools.partial(dict.__setitem__, vars(self.owner), self.name, value)
+
+
+def refusal(module: nn.Module, cls: type) -> str:
+    """Why a module does not let its class be set; empty if it does. Its own `__setattr__` is tried
+    on a shallow copy."""
+    if type(module).__setattr__ is nn.Module.__setattr__ or hasattr(type(module), "__del__"):
+        return ""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module))
+    try:
+        Edit(twin, "__class__", cls).make()
+    except MemoryError:
+        raise
+    except Exception as error:  # foreign code may raise anything: each is a reason
+        return str(error) or type(error).__name__
+    return ""
 
 
 class Journal:

@@ -14,6 +14,7 @@ from onepass.swapping import (
     activated,
     adaptive,
     by_name,
+    changes,
     classes,
     gated,
     matchers,
@@ -292,9 +293,11 @@ class Plan:
                 return None, spec + _NOT_BY_FORCE * forced
             forward = ForeignNormForward
         try:
-            return make_class(type(module), forward, spec), None
+            target = make_class(type(module), forward, spec)
         except TypeError as error:
             return None, Reason.NO_SUBCLASS.because(error)
+        why = changes.refusal(module, target)
+        return (None, Reason.REFUSES.because(why)) if why else (target, None)
 
     def _head(self, model: nn.Module) -> list[HeadSpec]:
         """The head of a model of transformers, if its logits can be lazy; other heads are

@@ -91,6 +91,7 @@ class Reason(enum.Enum):
 
     # Found while the swap is planned.
     PROBE_OFF = "not proven: probe is off"
+    REFUSES = "it refuses another class: {}"
     NO_SUBCLASS = "its class cannot be subclassed: {}"
     NOT_CALLED = "not called on the sample"
     NO_GAIN = "no gain on the sample: {} times as fast"

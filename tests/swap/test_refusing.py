@@ -1,0 +1,74 @@
+"""Modules whose classes refuse attributes keep their class; the rest of a model is swapped."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+import onepass
+
+
+def names(entries) -> set[str]:
+    return {entry["name"] for entry in entries}
+
+
+def types(model) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+class Stubborn(nn.LayerNorm):
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise RuntimeError("my class stays")
+        super().__setattr__(name, value)
+
+
+class Counting(nn.LayerNorm):
+    writes = 0
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        vars(self)["writes"] = self.writes + 1
+
+
+def test_a_module_that_refuses_another_class_is_skipped():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.1), Stubborn(8), Counting(8))
+    before = types(model), model[3].writes
+    planned = onepass.swap(model, dry_run=True)
+    assert before == (types(model), model[3].writes)
+    report = onepass.swap(model)
+    assert report.to_dict()["skipped"] == planned.to_dict()["skipped"] == [
+        {
+            "name": "2",
+            "type": f"{__name__}.Stubborn",
+            "reason": "it refuses another class: my class stays",
+        }
+    ]  # fmt: skip
+    assert names(report.swapped) == {"0", "1", "3"} and type(model[2]) is Stubborn
+    assert onepass.unswap(model) == ["0", "1", "3"] and types(model) == before[0]
+    with pytest.raises(RuntimeError, match="strict, got '2'.*my class stays"):
+        onepass.swap(model, strict=True)
+    assert types(model) == before[0]
+
+
+class Attends(nn.Module):
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner = inner or nn.Identity()
+
+    def forward(self, x):
+        return self.inner(F.scaled_dot_product_attention(x, x, x))
+
+
+class Frozen(Attends):
+    def __setattr__(self, name, value):
+        if "inner" in self._modules:
+            raise AttributeError(f"{name} may not be set")
+        super().__setattr__(name, value)
+
+
+def test_calls_around_a_module_that_refuses_stay():
+    model = nn.ModuleList([Attends(Frozen()), Attends()])
+    report = onepass.swap(model, kinds="attention")
+    assert names(report.swapped) == {"1"} and names(report.skipped) == {"0", "0.inner"}
