@@ -124,3 +124,15 @@ def _name(kind: object) -> str:
     if of:
         return f"a sequence of {_name(of[0]).partition(' ')[2]}s"
     return _NAMES.get(kind) or f"a {kind.__module__}.{kind.__name__}"
+
+
+def asks_for_log(value: str) -> bool:
+    """Whether ONEPASS_LOG, names between commas, holds "dispatch", the only name there is.
+
+    Raises:
+        ValueError: it holds another name.
+    """
+    names = {name.strip() for name in value.split(",")} - {""}
+    if names - {"dispatch"}:
+        raise ValueError(f"onepass: ONEPASS_LOG must be dispatch or empty, got {value}")
+    return bool(names)

@@ -14,24 +14,10 @@ import os
 from collections.abc import Callable, Iterator
 
 from onepass import _C
+from onepass._arguments import asks_for_log
 
 logger = logging.getLogger("onepass.dispatch")
-
-
-def _is_asked_for(value: str) -> bool:
-    """Whether the value of ONEPASS_LOG, names between commas, has "dispatch", which is all there
-    is.
-
-    Raises:
-        ValueError: another name.
-    """
-    names = {name.strip() for name in value.split(",")} - {""}
-    if names - {"dispatch"}:
-        raise ValueError(f"onepass: ONEPASS_LOG must be dispatch or empty, got {value}")
-    return bool(names)
-
-
-_enabled = _is_asked_for(os.environ.get("ONEPASS_LOG", ""))
+_enabled = asks_for_log(os.environ.get("ONEPASS_LOG", ""))
 _seen: set[str] = set()
 # Calls that were left to torch and reach no operator of ours; None while recording is off.
 _left: list[dict] | None = [] if _enabled else None

@@ -114,9 +114,9 @@ LINEAR_CALLS_NOTE = (
     f"{LEAST_LINEAR_CALLS[torch.bfloat16][1]})"
 )
 GATE_NOTE = (
-    "gated feed-forward blocks call their linear layers and no module of the activation, whose "
-    "hooks would not run; on the CPU they run their own forward for fewer elements between the "
-    f"layers than {LEAST_GATE[torch.float32][0]} per thread (inference: "
+    "gated feed-forward blocks call their linear layers and no module of the activation; they run "
+    "their own forward if that has hooks or is replaced, and on the CPU for fewer elements between "
+    f"the layers than {LEAST_GATE[torch.float32][0]} per thread (inference: "
     f"{LEAST_GATE[torch.float32][1]})"
 )
 ROTARY_NOTE = (
@@ -284,7 +284,7 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
     """Whether torch's own functions take less time on a linear layer's output for this input;
     logged."""
     bound = _least(LEAST_GATE, input, torch.is_grad_enabled())
-    rows, cols = input.numel() // max(input.shape[-1], 1), project.out_features
+    rows, cols = input.numel() // max(input.shape[-1], 1), getattr(project, "out_features", 0)
     if not bound or rows * cols >= bound:
         return False
     if dispatch_log.is_recording():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from onepass import _stock
 from onepass.functional._internal import linear_where_it_gains
 from onepass.nn._nested import is_packed, like_packed, rows_of
+from onepass.nn._parts import is_method, runs_its_class
 from onepass.nn.attention import MultiheadAttention
 from onepass.nn.dropout import Dropout
 from onepass.nn.linear import Linear
@@ -102,7 +102,7 @@ def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 def _with_feed_forward(layer: torch.nn.TransformerEncoderLayer, x: Tensor, to: Tensor) -> Tensor:
     """to + layer._ff_block(x)"""
-    if _is_method(layer._ff_block, _FF_BLOCK):
+    if is_method(layer._ff_block, _FF_BLOCK):
         # If they differ, the sum has another dtype or shape.
         residual = to if to.dtype is x.dtype and to.shape == x.shape else None
         output = _feed_forward(layer, x, layer.dropout2, residual)
@@ -141,20 +141,9 @@ def _feed_forward(
 def _computes(part: torch.nn.Module, *classes: type) -> bool:
     """Whether a part computes the same as one of the classes, and calling it does nothing else."""
     made_by_swap = "_onepass_original" in vars(type(part))
-    return (
-        (isinstance(part, classes) if made_by_swap else type(part) in classes)
-        and _is_method(part.forward, _FORWARDS.get(type(part), type(part).forward))
-        and part._compiled_call_impl is None
-        and not (part._forward_hooks or part._forward_pre_hooks)
-        and not (part._backward_hooks or part._backward_pre_hooks)
-        and not torch.nn.modules.module._has_any_global_hook()
-    )
-
-
-def _is_method(attribute: object, function: object) -> bool:
-    """Whether an attribute is the method of its class, not set on the object. It is read as torch
-    reads it, so that compiled graphs get the same guards."""
-    return isinstance(attribute, types.MethodType) and attribute.__func__ is function
+    is_one = isinstance(part, classes) if made_by_swap else type(part) in classes
+    own = _FORWARDS.get(type(part))
+    return is_one and (own is None or type(part).forward is own) and runs_its_class(part)
 
 
 def _p_of(dropout: Dropout) -> float:

@@ -26,6 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 import onepass.functional
 from onepass import _stock
 from onepass._ops import small_calls
+from onepass.nn._parts import forward_of, runs_its_class
 from onepass.reference import group_norm as reference
 from onepass.swapping import adaptive, probe
 from onepass.swapping.classes import Swapped
@@ -34,7 +35,6 @@ from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import ActivatedSpec
 
 _SOURCE = "diffusers.models.resnet"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 # ---- forwards ------------------------------------------------------------------------------------
@@ -94,7 +94,6 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
     """Both in one pass, if neither has been replaced or hooked and the call gains."""
     if (
         not (_is_norm(norm) and _is_silu(activation) and is_plain(x))
-        or _has_hooks_of_all_modules()
         or not has_kernels(x.device.type, "group_norm")
         or small_calls.group_norm_is_small(x, norm.num_groups, activated=True)
     ):
@@ -148,20 +147,8 @@ _FORWARDS = {cls: _stock.method(cls) for cls in (nn.GroupNorm, nn.SiLU)}
 def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
     """Whether a module runs torch's own forward of this class, or the one that `swap` put in its
     place, and nothing else."""
-    if not isinstance(module, of) or any(vars(module)[hooks] for hooks in _HOOKS):
-        return False
-    cls = _stock.original(module)
-    return (
-        cls.forward is _FORWARDS[of]
-        and cls.__call__ is nn.Module.__call__
-        and "forward" not in vars(module)
-    )
-
-
-def _has_hooks_of_all_modules() -> bool:
-    """Whether hooks on every module are set, as by
-    `torch.nn.modules.module.register_module_forward_hook`."""
-    return nn.modules.module._has_any_global_hook()
+    own = isinstance(module, of) and forward_of(module) is _FORWARDS[of]
+    return own and runs_its_class(module)
 
 
 _is_norm = functools.partial(_is_stock, of=nn.GroupNorm)

@@ -24,6 +24,7 @@ import onepass.functional
 from onepass import _stock, numerics
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind
+from onepass.nn._parts import forward_of, has_hooks, runs_its_class
 from onepass.reference import norm as reference
 from onepass.swapping import probe
 from onepass.swapping.classes import Swapped, _elsewhere
@@ -135,15 +136,16 @@ class Adaptive(NamedTuple):
 
 def kind_of(norm: nn.Module | None) -> NormKind | None:
     """The kind of a norm without parameters; None for one with parameters or hooks, or of another
-    class."""
-    if norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
+    class or forward."""
+    if norm is None or not runs_its_class(norm):
         return None
     if any(parameter is not None for parameter in norm._parameters.values()):
         return None
     source = sys.modules.get(_SOURCE)
-    if _is_torchs(norm) or _forward_of(norm) is getattr(source, "FP32LayerNorm", _None).forward:
+    forward = forward_of(norm)
+    if forward in (_LAYER_NORM, getattr(source, "FP32LayerNorm", _None).forward):
         return NormKind.LAYER if len(norm.normalized_shape) == 1 else None
-    if _forward_of(norm) is getattr(source, "RMSNorm", _None).forward:
+    if forward is getattr(source, "RMSNorm", _None).forward:
         return NormKind.RMS if len(norm.dim) == 1 else None
     return None
 
@@ -154,15 +156,11 @@ class _None:
     forward = None
 
 
-def _forward_of(norm: nn.Module):
-    return _stock.original(norm).forward
-
-
 _LAYER_NORM = _stock.method(nn.LayerNorm)
 
 
 def _is_torchs(norm: nn.Module) -> bool:
-    return _forward_of(norm) is _LAYER_NORM
+    return forward_of(norm) is _LAYER_NORM
 
 
 def form_of(module: nn.Module) -> str | Because | None:
@@ -188,7 +186,7 @@ def obstacle(module: nn.Module) -> Because | None:
         parameters = norm is not None and any(True for _ in norm.parameters())
         if parameters:
             return Reason.NORM_HAS_WEIGHT.because()
-        if norm is not None and (norm._forward_hooks or norm._forward_pre_hooks):
+        if norm is not None and has_hooks(norm):
             return Reason.HOOKS.because("norm")
         if norm is not None and replaced_forward(norm):
             return Reason.PART_FORWARD.because("norm")

@@ -77,6 +77,32 @@ def calls_of(module: nn.Module) -> Calls:
     return Calls(*(name in found for name in Calls._fields))
 
 
+def attributes_read(module: nn.Module) -> set[str]:
+    """The instance's own attributes that its forward may read: their names are in its code, or in
+    that of methods that it names. All of them if some code cannot be seen."""
+    own, names = vars(module).keys(), set()
+    pending = [inspect.getattr_static(type(module), "forward")]
+    while pending:
+        function = _undecorated(pending.pop())
+        function = getattr(function, "__func__", getattr(function, "fget", function))
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return set(own)
+        new = _names(code) - names
+        names |= new
+        pending += [value for name in new for value in _methods(module, name)]
+        if hasattr(function, "__wrapped__"):
+            pending.append(function.__wrapped__)
+    return names & own
+
+
+def _methods(module: nn.Module, name: str) -> list:
+    """The definitions of a method or property, also those that are overridden."""
+    found = (vars(cls).get(name) for cls in type(module).__mro__ if cls not in (nn.Module, object))
+    kinds = (types.FunctionType, staticmethod, classmethod, property)
+    return [value for value in found if isinstance(value, kinds)]
+
+
 def _classified(function: types.FunctionType, name: str, values: list) -> set[str]:
     """The field of `Calls` for a name in a function: by its value; or, as an attribute of an object
     that is unknown here (F, or the result of a call), by the name.

@@ -29,9 +29,9 @@ from onepass.functional._internal import (
     linear_where_it_gains,
 )
 from onepass.functional.linear import _has_products as has_products
-from onepass.reference import gate as reference
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_autocast, is_for_loss, is_local, is_plain
+from onepass.swapping.probe import is_as_proven
 from onepass.swapping.specs import (
     ActivatedSpec,
     AdaptiveSpec,
@@ -127,7 +127,8 @@ class CrossEntropyLossForward(Swapped):
 class ProvenForward(Swapped):
     """Forward of a module that takes one tensor and was proven to compute what its spec says.
 
-    A call with other arguments runs the original, as does a wrapper that holds this after `unswap`.
+    A call with other arguments runs the original, as does a wrapper that holds this after `unswap`,
+    and so does every call once something that the proof read has changed.
     """
 
     _onepass_spec: NormSpec | GatedSpec
@@ -139,6 +140,9 @@ class ProvenForward(Swapped):
                 given = () if input is None else (input,)
                 return _stock.original(self).forward(self, *given, **named)
             input = named[spec.argument]
+        held = self._onepass_spec.held
+        if not is_plain(input) or (held and not is_as_proven(self, held)):
+            return _elsewhere(self, self._onepass_original.forward, input)
         return self._onepass_compute(input)
 
 
@@ -153,7 +157,7 @@ class ForeignNormForward(ProvenForward):
         spec = self._onepass_spec
         weight = getattr(self, spec.weight)
         out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
-        if out_dtype is None or not is_plain(input) or self._onepass_is_small(input):
+        if out_dtype is None or self._onepass_is_small(input):
             return _elsewhere(self, self._onepass_original.forward, input)
         if is_autocast(input.device.type):
             out_dtype = self._onepass_under_autocast(input, weight)
@@ -190,35 +194,6 @@ class ForeignNormForward(ProvenForward):
                 return dtype
             self._onepass_autocast_dtypes[key] = dtype
         return self._onepass_autocast_dtypes[key]
-
-
-class GatedForward(ProvenForward):
-    """Forward of a gated feed-forward block that was proven to be one.
-
-    Its linear layers are called as modules, with their hooks and adapters; the module of the
-    activation, which has no state, is not called.
-    """
-
-    def _onepass_compute(self, input):
-        spec = self._onepass_spec
-        project = getattr(self, spec.gate)
-        if not is_plain(input) or small_calls.gate_is_small(input, project):
-            return _elsewhere(self, self._onepass_original.forward, input)
-        gate = project(input)
-        up = None if spec.up is None else getattr(self, spec.up)(input)
-        if not (is_plain(gate) and (up is None or is_plain(up))):  # sharded layers return these
-            hidden = reference.gated_activation(gate, up, spec.activation, spec.gate_last)
-        else:
-            hidden = _gated(gate, up, activation=spec.activation, gate_last=spec.gate_last)
-        return getattr(self, spec.down)(hidden)
-
-
-def _gated(gate: Tensor, up: Tensor | None, **options) -> Tensor:
-    """Named so that profiling and counting modes see a call of this name."""
-    ours = onepass.functional.gated_activation
-    if not torch.compiler.is_compiling() and has_torch_function((gate, up)):
-        return handle_torch_function(ours, (gate, up), gate, up, **options)
-    return ours(gate, up, **options)
 
 
 class MultiheadAttentionForward(Swapped):
@@ -513,8 +488,8 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
 
     Args:
         spec: for a `ForeignNormForward` the norm, for an `AdaptiveForward` or `ActivatedForward`
-            its form, for a `GatedForward` the block; for `Calls` the members of `REDIRECTED` and
-            the functions that rotate, sorted by their text.
+            its form, for a `gated.GatedForward` the block; for `Calls` the members of `REDIRECTED`
+            and the functions that rotate, sorted by their text.
 
     Raises:
         TypeError: original cannot be subclassed.

@@ -17,6 +17,7 @@ import onepass.nn
 from onepass import _library, _stock
 from onepass._imported import is_a
 from onepass._ops import products, small_calls
+from onepass.nn._parts import has_hooks
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import has_kernels
 from onepass.swapping.reasons import Because, Reason, replaced_forward
@@ -227,11 +228,11 @@ def _mlp(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | Non
     if parts is None:
         return None
     activation = parts.activation and module._modules[parts.activation]
-    if activation and (activation._forward_hooks or activation._forward_pre_hooks):
+    if activation and has_hooks(activation):
         return Match("mlp", reason=Reason.HOOKS.because(parts.activation))
     if activation and replaced_forward(activation):
         return Match("mlp", reason=Reason.PART_FORWARD.because(parts.activation))
-    return Match("mlp", forward=classes.GatedForward, structure=parts)
+    return Match("mlp", forward=gated.GatedForward, structure=parts)
 
 
 def is_called_mlp(module: nn.Module) -> bool:

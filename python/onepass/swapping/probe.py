@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import textwrap
+import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,8 +30,10 @@ from torch import Tensor, nn
 
 from onepass import numerics
 from onepass._ops.norm import NormKind, norm
+from onepass.nn._parts import runs_its_class
 from onepass.reference import norm as reference
-from onepass.swapping.specs import NormSpec, Structure
+from onepass.swapping import callsites
+from onepass.swapping.specs import Held, NormSpec, Structure
 
 _REQUIRED = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -94,6 +98,7 @@ class _Probe:
         if not self.eps >= 0.0 or math.isinf(self.eps):
             raise Refused(f"its {structure.eps} is {self.eps}")
         self.twin = twin(module)
+        self.held = held(module, besides=structure.eps)
         small = math.sqrt(self.eps) if self.eps > 0.0 else 1e-3
         self.unit = _Size("unit", 1.0, 0.3)
         self.sizes = (self.unit, _Size("small", small, 0.1), _Size("large", 500.0, 0.5))
@@ -139,6 +144,7 @@ class _Probe:
             argument=self.structure.argument,
             dtypes=tuple(table),
             forced=forced,
+            held=self.held,
         )
 
     def _check_pure(self) -> None:
@@ -322,6 +328,50 @@ def attributes(module: nn.Module) -> dict[str, tuple]:
         for name, value in vars(module).items()
         if name not in _MODULE_ATTRIBUTES
     }
+
+
+def held(module: nn.Module, *children: str, besides: str = "") -> tuple[Held, ...]:
+    """What a proof reads of a module and of some children.
+
+    Args:
+        besides: an attribute that the fused forward reads itself at each call.
+    """
+    found = []
+    for name, part in (("", module), *((name, module._modules[name]) for name in children)):
+        read = callsites.attributes_read(part) - {*_MODULE_ATTRIBUTES, besides}
+        attributes = tuple((key, told(vars(part)[key])) for key in sorted(read))
+        if name or attributes:
+            found.append(Held(name, type(part) if name else None, attributes))
+    return tuple(found)
+
+
+def is_as_proven(module: nn.Module, held: tuple[Held, ...]) -> bool:
+    """Whether a module and its children are still those of the proof, so that a fused forward may
+    do without calling them; asked at each call."""
+    for name, cls, attributes in held:
+        part = module
+        if name:
+            part = module._modules.get(name)
+            if type(part) is not cls or not runs_its_class(part):
+                return False
+        for key, known in attributes:
+            value = getattr(part, key, held)
+            if value is not known and told(value) != known:
+                return False
+    return True
+
+
+def told(value):
+    """What tells an attribute from another; hashable, and equal for copies of it. An object of
+    another package is told by its class alone."""
+    if isinstance(value, functools.partial):
+        return told(value.func), told(value.args), told(value.keywords)
+    if isinstance(value, types.MethodType):
+        return value.__func__
+    if isinstance(value, (list, set, frozenset, dict)):
+        return type(value), repr(value) if _is_value(value) else len(value)
+    functions = (types.FunctionType, types.BuiltinFunctionType, type)
+    return value if isinstance(value, functions) or _is_value(value) else type(value)
 
 
 def _is_value(value) -> bool:

@@ -159,7 +159,7 @@ def redirected(forward: types.FunctionType, specs: list[RotarySpec]) -> types.Fu
         # A pickle may come from another version of a package.
         if not any(cells) and spec.name in variables:
             names[spec.name] = f"_onepass_{spec.name}_{zlib.crc32(repr(spec).encode()):08x}"
-            variables[names[spec.name]] = rotating(variables[spec.name], spec)
+            variables[names[spec.name]] = _while_unchanged(variables, spec)
     copy = types.FunctionType(
         _renamed(forward.__code__, names),
         variables,
@@ -199,6 +199,19 @@ def _reads_alone(code: types.CodeType, name: str) -> bool:
     )
     inner = (value for value in code.co_consts if isinstance(value, types.CodeType))
     return used and all(_reads_alone(value, name) for value in inner)
+
+
+def _while_unchanged(variables: dict, spec: RotarySpec) -> Callable:
+    """`rotating` of a global, until a program assigns another function to that name."""
+    proven = variables[spec.name]
+    ours = rotating(proven, spec)
+
+    @functools.wraps(ours)
+    def rotate(*args, **named):
+        function = variables[spec.name]
+        return (ours if function is proven else function)(*args, **named)
+
+    return rotate
 
 
 def rotating(function: Callable, spec: RotarySpec) -> Callable:

@@ -19,6 +19,16 @@ class Structure(NamedTuple):
     argument: str
 
 
+class Held(NamedTuple):
+    """A module that a proof has run and that a fused forward does not call: the module that is
+    swapped, or a child of it."""
+
+    name: str  # of the child; empty: the module itself
+    cls: type | None  # of the child
+    # The attributes that its forward reads, by `probe.told`: equal in copies and pickles.
+    attributes: tuple[tuple[str, object], ...]
+
+
 class NormSpec(NamedTuple):
     """A class of norms as the probe proved it."""
 
@@ -31,6 +41,7 @@ class NormSpec(NamedTuple):
     # (input dtype, weight dtype, output dtype) of each combination that was proven.
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
     forced: bool = False  # the user vouches for it: nothing was proven
+    held: tuple[Held, ...] = ()  # the norm, without its eps
 
     def __str__(self) -> str:
         text = "rms_norm" if self.kind == NormKind.RMS else "layer_norm"
@@ -47,6 +58,7 @@ class GatedSpec(NamedTuple):
     gate_last: bool
     activation: str
     argument: str  # name of forward's argument
+    held: tuple[Held, ...]  # the block, and the module of the activation if there is one
 
     def __str__(self) -> str:
         return f"gated_activation, {self.activation}"

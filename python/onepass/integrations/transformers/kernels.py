@@ -27,6 +27,7 @@ from onepass._ops import small_calls
 from onepass._ops.norm import NormKind, norm
 from onepass.functional._internal import linear_where_it_gains
 from onepass.integrations.transformers import losses
+from onepass.nn._parts import runs_its_class
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_autocast, is_plain
 from onepass.swapping.specs import Form, RotarySpec
@@ -240,7 +241,7 @@ def _gated_mlp(module: nn.Module, x: Tensor, activations: tuple[str, ...]) -> Te
 
 def _activation_of(module: nn.Module | None) -> str | None:
     """The name in `gated_activation` of an activation module of torch's or transformers'."""
-    if module is None or module._forward_hooks or module._forward_pre_hooks:
+    if module is None or not runs_its_class(module):
         return None
     if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"

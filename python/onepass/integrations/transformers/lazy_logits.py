@@ -46,18 +46,13 @@ from onepass.functional._internal import (
     linear_cross_entropy_in_float32,
     linear_where_it_gains,
 )
+from onepass.nn._parts import has_hooks
 from onepass.swapping import classes
 from onepass.swapping.inputs import has_kernels
 from onepass.swapping.reasons import Because, Reason, replaced_forward
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 _CHANGED = (
     "lazy logits: must be read before the {} changes, got one that was changed since the forward: "
     "the loss was computed without them (onepass.swap with lazy_logits=True); read them before "
@@ -437,7 +432,7 @@ def obstacle(head: nn.Module | None) -> Because | None:
         return Reason.NO_HEAD.because(f"{cls.__module__}.{cls.__qualname__}")
     if because := replaced_forward(head):
         return because
-    if any(vars(head)[hooks] for hooks in _HOOKS):
+    if has_hooks(head):
         return Reason.HOOKS_OF_HEAD.because()
     if _stock.parametrizations(head):
         return Reason.PARAMETRIZED.because()
