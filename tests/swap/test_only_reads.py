@@ -16,15 +16,7 @@ from transformers import pytorch_utils
 
 import onepass
 from onepass.swapping import matchers
-
-CONFIG = transformers.LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=512,
-)
+from tests.swap.small_models import CONFIG, adaptive, resnet
 
 
 class Ran(Exception):
@@ -67,17 +59,6 @@ class CallsLoss(nn.Module):
 
     def forward(self, x):
         return F.cross_entropy(self.head(self.embedding(x)), x)
-
-
-def adaptive():
-    normalization = pytest.importorskip("diffusers.models.normalization")
-    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
-
-
-def resnet():
-    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
-        in_channels=64, temb_channels=64
-    )
 
 
 MODELS = {

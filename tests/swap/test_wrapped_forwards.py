@@ -16,17 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import onepass
 from onepass.swapping import matchers
+from tests.swap.small_models import CONFIG, adaptive, resnet
 
 accelerate = pytest.importorskip("accelerate")
-
-CONFIG = transformers.LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=256,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +34,6 @@ class Attending(nn.Module):
     def forward(self, x):
         query = self.project(x).view(2, -1, 4, 16).transpose(1, 2)
         return F.scaled_dot_product_attention(query, query, query)
-
-
-def adaptive():
-    normalization = pytest.importorskip("diffusers.models.normalization")
-    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
-
-
-def resnet():
-    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
-        in_channels=64, temb_channels=64
-    )
 
 
 def x(*shape):
