@@ -7,16 +7,17 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrizations, parametrize
-from transformers import pytorch_utils
 
 import onepass
 from onepass.swapping import matchers
 from tests.swap.small_models import CONFIG, adaptive, resnet
+
+transformers = pytest.importorskip("transformers", reason="its modules are swapped")
+pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
 
 
 class Ran(Exception):
