@@ -7,24 +7,17 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrizations, parametrize
-from transformers import pytorch_utils
 
 import onepass
 from onepass.swapping import matchers
+from tests.swap.small_models import CONFIG, adaptive, resnet
 
-CONFIG = transformers.LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=512,
-)
+transformers = pytest.importorskip("transformers", reason="its modules are swapped")
+pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
 
 
 class Ran(Exception):
@@ -67,17 +60,6 @@ class CallsLoss(nn.Module):
 
     def forward(self, x):
         return F.cross_entropy(self.head(self.embedding(x)), x)
-
-
-def adaptive():
-    normalization = pytest.importorskip("diffusers.models.normalization")
-    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
-
-
-def resnet():
-    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
-        in_channels=64, temb_channels=64
-    )
 
 
 MODELS = {

@@ -11,12 +11,13 @@ import torch
 import torch.ao.nn.qat  # its classes are among those looked at
 from torch import nn
 from torch.nn import functional as F
-from transformers import pytorch_utils
 
 import onepass
 from onepass import _stock
 from onepass.swapping import classes, matchers
 from tests.support import fresh
+
+pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
 
 
 def wrapped(cls, name="forward"):

@@ -8,25 +8,18 @@ import types
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import pytorch_utils
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import onepass
 from onepass.swapping import matchers
+from tests.swap.small_models import CONFIG, adaptive, resnet
+
+transformers = pytest.importorskip("transformers", reason="its modules are swapped")
+pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
 accelerate = pytest.importorskip("accelerate")
-
-CONFIG = transformers.LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=256,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +37,6 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(query, query, query)
 
 
-def adaptive():
-    normalization = pytest.importorskip("diffusers.models.normalization")
-    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
-
-
-def resnet():
-    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
-        in_channels=64, temb_channels=64
-    )
-
-
 def x(*shape):
     return torch.randn(shape)
 
@@ -63,14 +45,14 @@ MODELS = {
     "layer norm": (lambda: nn.LayerNorm(64), lambda: (x(9, 64),)),
     "RMS norm": (lambda: nn.RMSNorm(64), lambda: (x(9, 64),)),
     "group norm": (lambda: nn.GroupNorm(4, 64).bfloat16(), lambda: (x(2, 64, 80, 80).bfloat16(),)),
-    "another norm": (lambda: LlamaRMSNorm(64), lambda: (x(9, 64),)),
+    "another norm": (lambda: llama.LlamaRMSNorm(64), lambda: (x(9, 64),)),
     "group norm, silu": (
         lambda: nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU()),
         lambda: (x(2, 64, 40, 40),),
     ),
     "resnet": (resnet, lambda: (x(2, 64, 40, 40), x(2, 64))),
     "adaptive": (adaptive, lambda: (x(2, 9, 64), x(2, 64))),
-    "block": (lambda: LlamaMLP(CONFIG), lambda: (x(512, 64),)),
+    "block": (lambda: llama.LlamaMLP(CONFIG), lambda: (x(512, 64),)),
     "linear": (lambda: nn.Linear(64, 64), lambda: (x(300, 64),)),
     "Conv1D": (lambda: pytorch_utils.Conv1D(64, 64), lambda: (x(300, 64),)),
     "dropout": (lambda: nn.Dropout(0.0), lambda: (x(9, 64),)),

@@ -1,0 +1,27 @@
+"""Small models of other libraries."""
+
+from __future__ import annotations
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="its modules are swapped")
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=512,
+)
+
+
+def adaptive():
+    normalization = pytest.importorskip("diffusers.models.normalization")
+    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
+
+
+def resnet():
+    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
+        in_channels=64, temb_channels=64
+    )
