@@ -425,3 +425,39 @@ def test_a_swapped_model_generates_and_is_saved_as_before(tmp_path):
     assert torch.equal(loaded(ids).logits, stock(ids).logits)
     model.resize_token_embeddings(VOCABULARY + 100)
     assert count(lambda: model(**batch)) == 1
+
+
+_LOGITS, _TARGET = torch.randn(4, 7), torch.tensor([0, 3, 6, 2])
+_ODD = {
+    "negative smoothing": (dict(label_smoothing=-0.1), _LOGITS, _TARGET),
+    "no number": (dict(label_smoothing=float("nan")), _LOGITS, _TARGET),
+    "much smoothing": (dict(label_smoothing=1.5), _LOGITS, _TARGET),
+    "a class too many": ({}, _LOGITS, _TARGET + 1),
+    "a negative class": (dict(reduction="none"), _LOGITS, _TARGET - 1),
+    "no classes": ({}, _LOGITS[:, :0], _TARGET),
+    "a target too few": ({}, _LOGITS, _TARGET[:3]),
+    "targets of one row": ({}, _LOGITS[0], _TARGET),
+    "int32": ({}, _LOGITS, _TARGET.int()),
+    "no target": ({}, _LOGITS, None),
+    "weights too few": (dict(weight=torch.ones(5)), _LOGITS, _TARGET),
+    "float8": ({}, _LOGITS.to(torch.float8_e4m3fn), _TARGET),
+}
+
+
+@pytest.mark.parametrize("name", _ODD)
+def test_odd_arguments_are_torchs(name):
+    """Outside our range torch computes, or raises its own type."""
+    options, logits, target = _ODD[name]
+    stock = nn.CrossEntropyLoss(**options)
+    model = nn.ModuleList([nn.CrossEntropyLoss(**options)])
+    assert onepass.swap(model, kinds="loss").swapped
+    found = []
+    for loss in (model[0], stock):
+        try:
+            found.append(loss(logits, target))
+        except Exception as error:
+            found.append(type(error))
+    if isinstance(found[1], type):
+        assert found[0] is found[1]
+    else:
+        assert found[0].equal(found[1])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
+from onepass._memory_order import like
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
@@ -36,7 +37,7 @@ _INPUT, _COLUMN_SCALE = 1, 2
 def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """dropout(input), p > 0, in out_dtype or input's."""
     seed = draw_seed(input.device)
-    return _run(input, None, seed, p, out_dtype)
+    return like(_run(input, None, seed, p, out_dtype), input)
 
 
 @logged
@@ -45,7 +46,7 @@ def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Te
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
     seed = draw_seed(input.device) if p > 0.0 else None
-    return _run(input, residual, seed, p)
+    return like(_run(input, residual, seed, p), residual, input)
 
 
 def _run(
@@ -91,10 +92,10 @@ class _Dropout(torch.autograd.Function):
             dinput = None
         elif seed is None:  # p = 0
             dinput = doutput.to(ctx.input_dtype)
-        elif is_differentiated_again():  # create_graph=True
-            dinput = differentiable_dropout(doutput, None, seed, ctx.p, ctx.input_dtype)
         else:
-            dinput = _forward(doutput, None, seed, ctx.p, ctx.input_dtype)
+            again = is_differentiated_again()  # create_graph=True
+            compute = differentiable_dropout if again else _forward
+            dinput = like(compute(doutput, None, seed, ctx.p, ctx.input_dtype), doutput)
         return dinput, doutput if ctx.needs_input_grad[1] else None, None, None, None
 
 
@@ -143,7 +144,8 @@ def add_scaled(
         refuse_gradient("add_dropout", "row_scale")
     seed = draw_seed(input.device) if p > 0.0 else None
     arguments = (input, residual, column_scale, row_scale, seed, p, out_dtype)
-    return (_traced_branch if tracing.records() else _compute_branch)(*arguments)
+    output = (_traced_branch if tracing.records() else _compute_branch)(*arguments)
+    return like(output, input) if residual is None else like(output, residual, input)
 
 
 def row_scale(samples: int, p: float, dtype: torch.dtype, device, scale_by_keep: bool) -> Tensor:
@@ -185,8 +187,9 @@ class _Branch(torch.autograd.Function):
             arguments = (doutput, *ctx.saved_tensors, ctx.p, ctx.input_dtype, mask)
             compute = _apply_branch_backward if is_differentiated_again() else _branch_backward
             dinput, dcolumn_scale = compute(*arguments)
+            dinput = like(dinput, doutput) if needs_input else None
         return (
-            dinput if needs_input else None,
+            dinput,
             doutput if needs_residual else None,
             dcolumn_scale if needs_scale else None,
             *(None,) * 4,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_each
+from onepass._memory_order import in_memory_order, like
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
@@ -31,9 +32,15 @@ KINDS = {name: number for number, name in enumerate(_NAMES, 1)}  # of csrc/core/
 @placed
 def gated_activation(gate: Tensor, up: Tensor | None, kind: int, gate_last: bool) -> Tensor:
     """activation(gate) * up; without up, gate holds both."""
-    if tracing.records():
-        return _traced(gate, up, kind, gate_last)
-    return _compute(gate, up, kind, gate_last)
+    compute = _traced if tracing.records() else _compute
+    if gate.is_contiguous() and (up is None or up.is_contiguous()):
+        return compute(gate, up, kind, gate_last)
+    if up is None and gate.dim() and not gate.shape[-1] % 2 and gate.stride(-1) != 1:
+        gate, up = gate.chunk(2, -1)[:: -1 if gate_last else 1]  # not neighbours in memory
+        gate_last = False
+    if up is None:
+        return in_memory_order(lambda g: compute(g, None, kind, gate_last), gate)
+    return in_memory_order(lambda g, u: compute(g, u, kind, gate_last), gate, up)
 
 
 def _compute(gate, up, kind, gate_last):
@@ -61,10 +68,15 @@ class _Gate(torch.autograd.Function):
     def backward(ctx, doutput):
         # The first with create_graph=True.
         compute = _apply_backward if is_differentiated_again() else _backward
+        gate, up = ctx.saved_tensors
         wants_gate, wants_up = ctx.needs_input_grad[:2]
         grad_mask = wants_gate + 2 * wants_up
-        dgate, dup = compute(doutput, *ctx.saved_tensors, ctx.kind, ctx.gate_last, grad_mask)
-        return dgate if wants_gate else None, dup if wants_up else None, None, None
+        dgate, dup = compute(doutput, gate, up, ctx.kind, ctx.gate_last, grad_mask)
+        if not wants_gate:
+            dgate = None
+        elif up is not None:
+            dgate = like(dgate, doutput)
+        return dgate, like(dup, doutput) if wants_up else None, None, None
 
 
 class _GateBackward(torch.autograd.Function):

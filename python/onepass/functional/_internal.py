@@ -74,22 +74,31 @@ def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def cross_entropy_gains(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+def cross_entropy_gains(
+    input: Tensor, target: Tensor, weight: Tensor | None, label_smoothing: float = 0.0
+) -> bool:
     """Whether `cross_entropy` computes the same as `F.cross_entropy` here, in less time.
 
-    Not for probabilities, nor for logits of more than two dimensions. Not under torch.func and in
-    forward mode, as with `linear`.
+    Not for probabilities, nor for logits of more than two dimensions, nor for arguments that ours
+    refuses: torch computes them or raises its own error. Not under torch.func and in forward mode,
+    as with `linear`.
     """
     return (
         input.dim() in (1, 2)
+        and isinstance(target, Tensor)
         and target.dtype is torch.int64
-        and input.is_floating_point()
+        and target.shape == input.shape[:-1]
+        and 0.0 <= label_smoothing <= 1.0
+        and input.dtype in _DTYPES
         and input.layout is torch.strided
         and (weight is None or (weight.dtype is input.dtype and not weight.requires_grad))
         and not small_calls.loss_is_small(input)
         and forward_ad._current_level < 0
         and not are_transforms_active()
     )
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def cross_entropy_in_float32(

@@ -25,7 +25,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         inplace: writes the result into input.
 
     Returns:
-        Tensor of input's shape and dtype.
+        Tensor of input's shape, dtype and memory order.
 
     Raises:
         RuntimeError: a dtype does not fit; the message names the argument.

@@ -29,7 +29,8 @@ def gated_activation(
             diffusers' GEGLU; else the first is.
 
     Returns:
-        Tensor of one factor's shape, in the dtype that torch promotes both to; contiguous.
+        Tensor of one factor's shape, in the dtype that torch promotes both to and in their
+            memory order.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.

@@ -5,15 +5,20 @@ from __future__ import annotations
 from types import MethodType
 
 from torch.nn import Module
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _has_any_global_hook as all_modules_have_hooks
 
 
 def runs_its_class(part: Module) -> bool:
-    """Whether calling a module runs the forward of its class and nothing else: neither it nor all
-    modules have a hook, and neither forward nor the call are the instance's own.
+    """Whether calling a module runs the forward of its class and nothing else.
 
     Every forward that computes a part without calling it asks this at each call.
     """
+    return is_untouched(part) and not all_modules_have_hooks()
+
+
+def is_untouched(part: Module) -> bool:
+    """The same but for hooks on every module, which come and go: neither hooks of its own, nor a
+    forward or call of the instance's own."""
     cls = type(part)
     return (
         not (part._forward_hooks or part._forward_pre_hooks)
@@ -21,7 +26,6 @@ def runs_its_class(part: Module) -> bool:
         and is_method(part.forward, cls.forward)
         and cls.__call__ is Module.__call__
         and part._compiled_call_impl is None
-        and not _has_any_global_hook()
     )
 
 

@@ -26,7 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 import onepass.functional
 from onepass import _stock
 from onepass._ops import small_calls
-from onepass.nn._parts import forward_of, runs_its_class
+from onepass.nn._parts import all_modules_have_hooks, forward_of, is_untouched
 from onepass.reference import group_norm as reference
 from onepass.swapping import adaptive, probe
 from onepass.swapping.classes import Swapped
@@ -94,6 +94,7 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
     """Both in one pass, if neither has been replaced or hooked and the call gains."""
     if (
         not (_is_norm(norm) and _is_silu(activation) and is_plain(x))
+        or all_modules_have_hooks()
         or not has_kernels(x.device.type, "group_norm")
         or small_calls.group_norm_is_small(x, norm.num_groups, activated=True)
     ):
@@ -148,7 +149,7 @@ def _is_stock(module: nn.Module | None, of: type[nn.Module]) -> bool:
     """Whether a module runs torch's own forward of this class, or the one that `swap` put in its
     place, and nothing else."""
     own = isinstance(module, of) and forward_of(module) is _FORWARDS[of]
-    return own and runs_its_class(module)
+    return own and is_untouched(module)
 
 
 _is_norm = functools.partial(_is_stock, of=nn.GroupNorm)

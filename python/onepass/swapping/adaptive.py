@@ -24,7 +24,7 @@ import onepass.functional
 from onepass import _stock, numerics
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind
-from onepass.nn._parts import forward_of, has_hooks, runs_its_class
+from onepass.nn._parts import all_modules_have_hooks, forward_of, has_hooks, is_untouched
 from onepass.reference import norm as reference
 from onepass.swapping import probe
 from onepass.swapping.classes import Swapped, _elsewhere
@@ -92,6 +92,7 @@ def _fused(norm: nn.Module, x, scale, shift):
     kind = kind_of(norm)
     if (
         kind is None
+        or all_modules_have_hooks()
         or not (is_plain(x) and is_plain(scale) and is_plain(shift))
         or x.dim() != 3
         or scale.dim() != 2
@@ -137,7 +138,7 @@ class Adaptive(NamedTuple):
 def kind_of(norm: nn.Module | None) -> NormKind | None:
     """The kind of a norm without parameters; None for one with parameters or hooks, or of another
     class or forward."""
-    if norm is None or not runs_its_class(norm):
+    if norm is None or not is_untouched(norm):
         return None
     if any(parameter is not None for parameter in norm._parameters.values()):
         return None

@@ -118,9 +118,10 @@ class CrossEntropyLossForward(Swapped):
     _onepass_to = {"loss": "onepass.nn.CrossEntropyLoss"}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        arguments = (input, target, self.weight, self.label_smoothing)
         ours = isinstance(self, Swapped) and is_for_loss(input)  # not so after `unswap`
-        if ours and cross_entropy_gains(input, target, self.weight):
-            return onepass.nn.CrossEntropyLoss.forward(self, input, target)
+        if ours and cross_entropy_gains(*arguments):
+            return _with_torchs_error(onepass.nn.CrossEntropyLoss.forward, self, input, target)
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
 
@@ -322,13 +323,23 @@ def _cross_entropy(
     named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     arguments = (input, target, weight)
     is_usual = size_average is None and reduce is None and is_for_loss(input)
-    if not (is_usual and cross_entropy_gains(*arguments)):
+    if not (is_usual and cross_entropy_gains(*arguments, label_smoothing)):
         named |= dict(size_average=size_average, reduce=reduce)
         return F.cross_entropy(*arguments, **named)
     ours = onepass.functional.cross_entropy
     if not torch.compiler.is_compiling() and has_torch_function(arguments):
         return handle_torch_function(ours, arguments, *arguments, **named)
-    return ours(*arguments, **named)
+    return _with_torchs_error(ours, *arguments, **named)
+
+
+def _with_torchs_error(function, *args, **named) -> Tensor:
+    """function(*args, **named), with torch's type of the error for a class that does not exist."""
+    try:
+        return function(*args, **named)
+    except RuntimeError as error:
+        if "target must lie between" not in str(error):
+            raise
+        raise IndexError(str(error)) from None
 
 
 def with_redirected_loss(function, *args, **named):

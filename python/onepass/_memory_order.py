@@ -1,0 +1,62 @@
+"""The memory order of an elementwise function's result, which is torch's: that of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def in_memory_order(run: Callable, first: Tensor, *others: Tensor) -> Tensor:
+    """run(first, *others) of the same tensors with their dimensions from the slowest in memory to
+    the fastest, moved back in the result.
+
+    The operators read any strides and write rows one after the other.
+    """
+    tensors = (first, *others)
+    for x in tensors:
+        if not x.is_contiguous():
+            break
+    else:
+        return run(*tensors)
+    order = _order(tensors)
+    if order is None:
+        return run(*tensors)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return run(*(x.permute(order) for x in tensors)).permute(back)
+
+
+def like(output: Tensor, *inputs: Tensor) -> Tensor:
+    """A contiguous result in the memory order of its inputs; a copy, unless they have the usual
+    order."""
+    for x in inputs:
+        if not x.is_contiguous():
+            break
+    else:
+        return output
+    return in_memory_order(lambda *tensors: tensors[-1].contiguous(), *inputs, output)
+
+
+def _order(tensors: tuple[Tensor, ...]) -> list[int] | None:
+    """Dimensions from slowest to fastest, as torch's TensorIterator sorts them; None if that is
+    their own order."""
+    first = tensors[0]
+    dims = first.dim()
+    if dims < 2 or any(x.is_nested or x.dim() != dims for x in tensors):
+        return None
+    strides = [x.stride() for x in tensors]
+
+    def slower(a: int, b: int) -> bool:
+        """Whether dimension a is slower than b, by the first tensor that tells."""
+        for of in strides:
+            if of[a] != of[b] and of[a] != 0 and of[b] != 0:
+                return of[a] > of[b]
+        return False
+
+    order = list(range(dims))
+    for i in range(1, dims):
+        for j in range(i, 0, -1):
+            if not slower(order[j], order[j - 1]):
+                break
+            order[j - 1], order[j] = order[j], order[j - 1]
+    return None if order == list(range(dims)) else order
