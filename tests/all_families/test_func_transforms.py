@@ -1,15 +1,21 @@
-"""torch.func over the operators: vmap, grad, vjp and jacrev, as over torch's own."""
+"""torch.func over the operators, as over torch's own (vmap, grad, vjp, jacrev); batched gradients."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverload
+from torch._vmap_internals import _vmap
 from torch.func import grad, jacrev, vjp, vmap
 
 from onepass import functional, numerics
+from onepass._ops import optimizer
 from onepass.reference import rotary
 from tests.support.calls import CALLS
+from tests.test_conventions import declared_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
@@ -256,3 +262,75 @@ def test_every_operator_under_grad_and_jacrev(name):
     assert any(column.any() for column in expected)
     close(jacrev(last)(x).values(), expected)
     close(grad(lambda x: last(x).sum())(x).values(), [column.sum(0) for column in expected])
+
+
+# ---- the older vmap, of batched gradients --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_gradients(name):
+    """`is_grads_batched=True` gives what backwards one by one give, with create_graph=True too."""
+    call = CALLS[name]
+    run, x = seeded(call, tensors_of(call))
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
+    results = [result for result in run(leaves) if result.requires_grad]
+    upstreams = [drawn(r.expand(3, *r.shape), 5) for r in results]
+
+    def gradients(upstreams, **options):
+        options |= {"retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad(results, [*leaves.values()], upstreams, **options)
+
+    one_by_one = [gradients([upstream[number] for upstream in upstreams]) for number in range(3)]
+    expected = [torch.stack(column) for column in zip(*one_by_one, strict=True)]
+    for create_graph in (False, True):
+        found = gradients(upstreams, is_grads_batched=True, create_graph=create_graph)
+        close([gradient.detach() for gradient in found], expected)
+
+
+def test_vectorized_jacobians_and_hessians():
+    """Where the outer derivative is taken in forward mode, one vmap runs inside another."""
+    x, other = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 3, 8)
+
+    def last(query, attention=functional.scaled_dot_product_attention):
+        return attention(query, other.to(query.dtype), other.to(query.dtype))[..., -3:]
+
+    def stock(query):  # torch's own function has no second derivative
+        return last(query, lambda q, k, v: torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v)
+
+    taken = functools.partial(torch.autograd.functional.jacobian, vectorize=True)
+    both(lambda f: lambda x: taken(f, x), (last, stock), x)
+    for strategy in ("reverse-mode", "forward-mode"):
+        options = {"vectorize": True, "outer_jacobian_strategy": strategy}
+        taken = functools.partial(torch.autograd.functional.hessian, **options)
+        both(lambda f: lambda x: taken(lambda x: f(x).sin().sum(), x), (last, stock), x)
+
+
+OF_OPTIMIZERS = {op._schema.name for op in vars(optimizer).values() if isinstance(op, OpOverload)}
+
+
+@pytest.mark.parametrize("vmap", [vmap, _vmap], ids=["func", "older"])
+@pytest.mark.parametrize("name", sorted({*declared_ops()} - OF_OPTIMIZERS))
+def test_every_declared_operator_is_mapped_or_refuses(name, vmap):
+    """Each argument mapped alone: results are the stacked ones of plain calls."""
+    call = CALLS[f"ops.{name.removeprefix('onepass::')}"]
+    for argument in call.tensors():
+        given = call.tensors()
+        stack = torch.stack([given[argument]] * 2)
+
+        def run(one, given=given, argument=argument):
+            return (*call.run(**{**given, argument: one}), one)
+
+        if call.written:
+            with pytest.raises(RuntimeError, match=" must not be mapped over by vmap, got one"):
+                vmap(run)(stack)
+            continue
+        expected = call.run(**call.tensors())
+        for found, plain in zip(vmap(run)(stack), expected, strict=False):
+            assert torch.equal(found, torch.stack([plain] * 2)), argument
+
+
+@pytest.mark.parametrize("key", ["FuncTorchBatched", "Batched"])
+def test_operators_of_optimizers_refuse(key):
+    """Their calls take lists, and refuse at the first mapped one."""
+    for name in OF_OPTIMIZERS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), name
