@@ -88,17 +88,26 @@ def require_writable(op: str, name: str, tensor: Tensor) -> None:
     Raises:
         RuntimeError: it is a leaf, a view of one, or a view that may not be modified.
     """
+    require_result(op, name, tensor)
     autograd = torch._C._autograd
-    if tensor.is_leaf:
-        got = "a leaf"
-    elif not tensor._is_view():
-        return
-    elif tensor._base.is_leaf and tensor._base.requires_grad:
-        got = "a view of a leaf"
-    elif autograd._get_creation_meta(tensor) != autograd.CreationMeta.DEFAULT:
+    if tensor._is_view() and autograd._get_creation_meta(tensor) != autograd.CreationMeta.DEFAULT:
         got = "a view that torch lets nobody modify, such as one of several by chunk or unbind"
-    else:
-        return
+        _refuse_write(op, name, got)
+
+
+def require_result(op: str, name: str, tensor: Tensor) -> None:
+    """The check before a write, now or in the backward, into a tensor that requires a gradient.
+
+    Raises:
+        RuntimeError: it is a leaf, or a view of one.
+    """
+    if tensor.is_leaf:
+        _refuse_write(op, name, "a leaf")
+    if tensor._is_view() and tensor._base.is_leaf and tensor._base.requires_grad:
+        _refuse_write(op, name, "a view of a leaf")
+
+
+def _refuse_write(op: str, name: str, got: str) -> None:
     raise RuntimeError(
         f"{op}: {name} must be the result of an operator to be written in place where a gradient "
         f"is required, got {got}"

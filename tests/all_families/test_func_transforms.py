@@ -1,4 +1,4 @@
-"""torch.func over the operators, as over torch's own (vmap, grad, vjp, jacrev); batched gradients."""
+"""torch.func over the operators (vmap, grad, vjp, jacrev) and batched gradients, as over torch."""
 
 from __future__ import annotations
 
@@ -285,6 +285,19 @@ def test_batched_gradients(name):
     for create_graph in (False, True):
         found = gradients(upstreams, is_grads_batched=True, create_graph=create_graph)
         close([gradient.detach() for gradient in found], expected)
+
+
+def test_batched_gradients_are_not_written_over_the_logits():
+    x = torch.randn(4, 8, requires_grad=True)
+    logits, target = x * 1.0, torch.arange(4)
+    before, upstream = logits.detach().clone(), torch.randn(3, 4)
+    losses = [
+        functional.cross_entropy(logits, target, reduction="none", inplace_backward=inplace)
+        for inplace in (True, False)
+    ]
+    options = {"is_grads_batched": True, "retain_graph": True}
+    found, expected = (torch.autograd.grad(loss, x, upstream, **options)[0] for loss in losses)
+    assert torch.equal(found, expected) and torch.equal(logits, before)
 
 
 def test_vectorized_jacobians_and_hessians():
