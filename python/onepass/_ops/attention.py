@@ -100,7 +100,12 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx, inputs, outputs):
         *tensors, (ctx.options, ctx.deterministic) = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs[2])
+        _, lse, lse_rest = outputs
+        needs = ctx.needs_input_grad
+        if needs[0] or needs[1] or any(needs[3 : len(BITS)]):
+            ctx.mark_non_differentiable(lse_rest)
+        else:  # lse depends on nothing that is trained
+            ctx.mark_non_differentiable(lse, lse_rest)
         ctx.save_for_backward(*outputs, *tensors)
 
     @staticmethod
