@@ -16,7 +16,22 @@ from collections.abc import Callable, Iterator
 from onepass import _C
 
 logger = logging.getLogger("onepass.dispatch")
-_enabled = "dispatch" in os.environ.get("ONEPASS_LOG", "").split(",")
+
+
+def _asked() -> bool:
+    """Whether ONEPASS_LOG asks for the log.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    names = [name for name in os.environ.get("ONEPASS_LOG", "").split(",") if name]
+    for name in names:
+        if name != "dispatch":
+            raise ValueError(f"ONEPASS_LOG must be 'dispatch' or empty, got {name!r}")
+    return bool(names)
+
+
+_enabled = _asked()
 _seen: set[str] = set()
 # Calls that were left to torch and reach no operator of ours; None while recording is off.
 _left: list[dict] | None = [] if _enabled else None
