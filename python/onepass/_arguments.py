@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 import re
 import sys
 import types
@@ -79,6 +80,20 @@ def refuse_inplace(op: str, where: str) -> None:
         RuntimeError: always.
     """
     raise RuntimeError(f"{op}: inplace must be False {where}, got True")
+
+
+def switches(variable: str, known: Sequence[str]) -> list[str]:
+    """The words of an environment variable, separated by commas.
+
+    Raises:
+        ValueError: one is none of the known.
+    """
+    words = [word for word in os.environ.get(variable, "").split(",") if word]
+    for word in words:
+        if word not in known:
+            names = ", ".join(map(repr, known))
+            raise ValueError(f"{variable} must be {names} or empty, got {word!r}")
+    return words
 
 
 def require_writable(op: str, name: str, tensor: Tensor) -> None:

@@ -10,28 +10,13 @@ import atexit
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 
 from onepass import _C
+from onepass._arguments import switches
 
 logger = logging.getLogger("onepass.dispatch")
-
-
-def _asked() -> bool:
-    """Whether ONEPASS_LOG asks for the log.
-
-    Raises:
-        ValueError: it names something else.
-    """
-    names = [name for name in os.environ.get("ONEPASS_LOG", "").split(",") if name]
-    for name in names:
-        if name != "dispatch":
-            raise ValueError(f"ONEPASS_LOG must be 'dispatch' or empty, got {name!r}")
-    return bool(names)
-
-
-_enabled = _asked()
+_enabled = bool(switches("ONEPASS_LOG", ("dispatch",)))
 _seen: set[str] = set()
 # Calls that were left to torch and reach no operator of ours; None while recording is off.
 _left: list[dict] | None = [] if _enabled else None
