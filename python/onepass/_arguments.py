@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 import re
 import sys
 import types
@@ -81,6 +82,20 @@ def refuse_inplace(op: str, where: str) -> None:
     raise RuntimeError(f"{op}: inplace must be False {where}, got True")
 
 
+def switches(variable: str, known: Sequence[str]) -> list[str]:
+    """The words of an environment variable, separated by commas.
+
+    Raises:
+        ValueError: one is none of the known.
+    """
+    words = [word for word in os.environ.get(variable, "").split(",") if word]
+    for word in words:
+        if word not in known:
+            names = ", ".join(map(repr, known))
+            raise ValueError(f"{variable} must be {names} or empty, got {word!r}")
+    return words
+
+
 def require_writable(op: str, name: str, tensor: Tensor) -> None:
     """The checks that torch's operators make before they write into a tensor that requires a
     gradient. An autograd.Function makes them only after the write.
@@ -88,17 +103,26 @@ def require_writable(op: str, name: str, tensor: Tensor) -> None:
     Raises:
         RuntimeError: it is a leaf, a view of one, or a view that may not be modified.
     """
+    require_result(op, name, tensor)
     autograd = torch._C._autograd
-    if tensor.is_leaf:
-        got = "a leaf"
-    elif not tensor._is_view():
-        return
-    elif tensor._base.is_leaf and tensor._base.requires_grad:
-        got = "a view of a leaf"
-    elif autograd._get_creation_meta(tensor) != autograd.CreationMeta.DEFAULT:
+    if tensor._is_view() and autograd._get_creation_meta(tensor) != autograd.CreationMeta.DEFAULT:
         got = "a view that torch lets nobody modify, such as one of several by chunk or unbind"
-    else:
-        return
+        _refuse_write(op, name, got)
+
+
+def require_result(op: str, name: str, tensor: Tensor) -> None:
+    """The check before a write, now or in the backward, into a tensor that requires a gradient.
+
+    Raises:
+        RuntimeError: it is a leaf, or a view of one.
+    """
+    if tensor.is_leaf:
+        _refuse_write(op, name, "a leaf")
+    if tensor._is_view() and tensor._base.is_leaf and tensor._base.requires_grad:
+        _refuse_write(op, name, "a view of a leaf")
+
+
+def _refuse_write(op: str, name: str, got: str) -> None:
     raise RuntimeError(
         f"{op}: {name} must be the result of an operator to be written in place where a gradient "
         f"is required, got {got}"
@@ -124,15 +148,3 @@ def _name(kind: object) -> str:
     if of:
         return f"a sequence of {_name(of[0]).partition(' ')[2]}s"
     return _NAMES.get(kind) or f"a {kind.__module__}.{kind.__name__}"
-
-
-def asks_for_log(value: str) -> bool:
-    """Whether ONEPASS_LOG, names between commas, holds "dispatch", the only name there is.
-
-    Raises:
-        ValueError: it holds another name.
-    """
-    names = {name.strip() for name in value.split(",")} - {""}
-    if names - {"dispatch"}:
-        raise ValueError(f"onepass: ONEPASS_LOG must be dispatch or empty, got {value}")
-    return bool(names)

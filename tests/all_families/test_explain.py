@@ -191,6 +191,14 @@ def test_dispatch_log_writes_each_line_once():
     assert "rms_norm (2 x 8" in lines[0] and "rms_norm_backward" in lines[1]
 
 
+@pytest.mark.parametrize("value", ["garbage", "dispatch,garbage", "1"])
+def test_other_logs_are_refused(value):
+    result = fresh.run("import onepass", env={**os.environ, "ONEPASS_LOG": value})
+    wrong = value.rpartition(",")[2]
+    message = f"ValueError: ONEPASS_LOG must be 'dispatch' or empty, got '{wrong}'"
+    assert result.returncode != 0 and message in result.stderr
+
+
 def test_command(capsys, tmp_path, monkeypatch):
     (tmp_path / "somebodys_model.py").write_text(
         "import torch\ndef make():\n    return torch.nn.LayerNorm(8), torch.randn(2, 8)\n"

@@ -1,15 +1,21 @@
-"""torch.func over the operators: vmap, grad, vjp and jacrev, as over torch's own."""
+"""torch.func over the operators (vmap, grad, vjp, jacrev) and batched gradients, as over torch."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverload
+from torch._vmap_internals import _vmap
 from torch.func import grad, jacrev, vjp, vmap
 
 from onepass import functional, numerics
+from onepass._ops import optimizer
 from onepass.reference import rotary
 from tests.support.calls import CALLS
+from tests.test_conventions import declared_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
@@ -258,83 +264,86 @@ def test_every_operator_under_grad_and_jacrev(name):
     close(grad(lambda x: last(x).sum())(x).values(), [column.sum(0) for column in expected])
 
 
-# Batched gradients, of torch.autograd.grad(is_grads_batched=True): an older mapping than vmap
-
-SAMPLES = 3
-
-
-def batched_and_single(call, dtype):
-    """(gradients of SAMPLES upstream gradients at once, the same one by one), by argument."""
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in call.tensors().items()
-    }
-    wanted = {
-        name: tensor.requires_grad_()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and name not in call.constant
-    }
-    torch.manual_seed(0)
-    outputs = [out for out in call.run(**tensors) if out.requires_grad]
-    torch.manual_seed(1)
-    upstream = [torch.randn(SAMPLES, *out.shape).to(out.dtype) for out in outputs]
-
-    def gradients(upstream, **options):
-        found = torch.autograd.grad(
-            outputs, list(wanted.values()), upstream, retain_graph=True, allow_unused=True,
-            **options,
-        )  # fmt: skip
-        return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-
-    single = [gradients([part[sample] for part in upstream]) for sample in range(SAMPLES)]
-    stacked = {name: torch.stack([one[name] for one in single]) for name in single[0]}
-    return gradients(upstream, is_grads_batched=True), stacked
+# ---- the older vmap, of batched gradients --------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batched_gradients(name):
+    """`is_grads_batched=True` gives what backwards one by one give, with create_graph=True too."""
     call = CALLS[name]
-    together, single = batched_and_single(call, torch.float32)
-    assert together.keys() == single.keys() and together
-    if not call.composed:
-        assert all(torch.equal(together[name], single[name]) for name in single)
-        return
-    exact = batched_and_single(call, torch.float64)[1]
-    for name, found in together.items():
-        numerics.assert_close(found, exact[name], single[name])
+    run, x = seeded(call, tensors_of(call))
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
+    results = [result for result in run(leaves) if result.requires_grad]
+    upstreams = [drawn(r.expand(3, *r.shape), 5) for r in results]
+
+    def gradients(upstreams, **options):
+        options |= {"retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad(results, [*leaves.values()], upstreams, **options)
+
+    one_by_one = [gradients([upstream[number] for upstream in upstreams]) for number in range(3)]
+    expected = [torch.stack(column) for column in zip(*one_by_one, strict=True)]
+    for create_graph in (False, True):
+        found = gradients(upstreams, is_grads_batched=True, create_graph=create_graph)
+        close([gradient.detach() for gradient in found], expected)
 
 
-def test_a_vectorized_jacobian_of_attention():
-    function, stock = FUNCTIONS["attention"]
-    x = torch.randn(1, 2, 4, 8)
-
-    def jacobian(function, x):
-        return torch.autograd.functional.jacobian(function, x, vectorize=True)
-
-    numerics.assert_close(
-        jacobian(function, x), jacobian(stock, x.double()), jacobian(stock, x), "jacobian"
-    )
-
-
-def test_batched_gradients_nest():
-    function, _ = FUNCTIONS["attention"]
-    x = torch.randn(1, 2, 4, 8, requires_grad=True)
-    y = function(x)
-
-    def gradients(upstream, **options):
-        return torch.autograd.grad(y, x, upstream, retain_graph=True, **options)[0]
-
-    upstream = torch.randn(2, SAMPLES, *y.shape)
-    mapped = torch._vmap_internals._vmap(torch._vmap_internals._vmap(gradients))(upstream)
-    assert torch.equal(mapped, torch.stack([gradients(u, is_grads_batched=True) for u in upstream]))
+def test_batched_gradients_are_not_written_over_the_logits():
+    x = torch.randn(4, 8, requires_grad=True)
+    logits, target = x * 1.0, torch.arange(4)
+    before, upstream = logits.detach().clone(), torch.randn(3, 4)
+    losses = [
+        functional.cross_entropy(logits, target, reduction="none", inplace_backward=inplace)
+        for inplace in (True, False)
+    ]
+    options = {"is_grads_batched": True, "retain_graph": True}
+    found, expected = (torch.autograd.grad(loss, x, upstream, **options)[0] for loss in losses)
+    assert torch.equal(found, expected) and torch.equal(logits, before)
 
 
-def test_operators_that_return_lists_have_a_rule():
-    """torch's own loop over samples refuses them, as it does operators without a result."""
-    for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("onepass::") or name.startswith("onepass::_"):
+def test_vectorized_jacobians_and_hessians():
+    """Where the outer derivative is taken in forward mode, one vmap runs inside another."""
+    x, other = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 3, 8)
+
+    def last(query, attention=functional.scaled_dot_product_attention):
+        return attention(query, other.to(query.dtype), other.to(query.dtype))[..., -3:]
+
+    def stock(query):  # torch's own function has no second derivative
+        return last(query, lambda q, k, v: torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v)
+
+    taken = functools.partial(torch.autograd.functional.jacobian, vectorize=True)
+    both(lambda f: lambda x: taken(f, x), (last, stock), x)
+    for strategy in ("reverse-mode", "forward-mode"):
+        options = {"vectorize": True, "outer_jacobian_strategy": strategy}
+        taken = functools.partial(torch.autograd.functional.hessian, **options)
+        both(lambda f: lambda x: taken(lambda x: f(x).sin().sum(), x), (last, stock), x)
+
+
+OF_OPTIMIZERS = {op._schema.name for op in vars(optimizer).values() if isinstance(op, OpOverload)}
+
+
+@pytest.mark.parametrize("vmap", [vmap, _vmap], ids=["func", "older"])
+@pytest.mark.parametrize("name", sorted({*declared_ops()} - OF_OPTIMIZERS))
+def test_every_declared_operator_is_mapped_or_refuses(name, vmap):
+    """Each argument mapped alone: results are the stacked ones of plain calls."""
+    call = CALLS[f"ops.{name.removeprefix('onepass::')}"]
+    for argument in call.tensors():
+        given = call.tensors()
+        stack = torch.stack([given[argument]] * 2)
+
+        def run(one, given=given, argument=argument):
+            return (*call.run(**{**given, argument: one}), one)
+
+        if call.written:
+            with pytest.raises(RuntimeError, match=" must not be mapped over by vmap, got one"):
+                vmap(run)(stack)
             continue
-        schema = getattr(torch.ops.onepass, name.removeprefix("onepass::")).default._schema
-        lists = any("List" in str(each.type) for each in schema.returns)
-        if lists and not schema.is_mutable:
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "Batched"), name
+        expected = call.run(**call.tensors())
+        for found, plain in zip(vmap(run)(stack), expected, strict=False):
+            assert torch.equal(found, torch.stack([plain] * 2)), argument
+
+
+@pytest.mark.parametrize("key", ["FuncTorchBatched", "Batched"])
+def test_operators_of_optimizers_refuse(key):
+    """Their calls take lists, and refuse at the first mapped one."""
+    for name in OF_OPTIMIZERS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), name

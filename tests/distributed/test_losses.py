@@ -273,6 +273,8 @@ def body_of_overwritten():
         for loss in (loss_of(saved), loss_of(also) + more):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 torch.autograd.grad(loss, x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="input must be the result .* got a leaf"):
+            loss_of(x)
         scaled = x * 1.0
         loss = loss_of(scaled)
         torch.autograd.grad(loss, x, retain_graph=True)

@@ -18,24 +18,6 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 RAW = torch.ops.onepass
 IGNORED = -100
 
-
-class _Result(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, leaf):
-        layout = leaf.storage_offset(), leaf.shape, leaf.stride()
-        return torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage(), *layout)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def result_of(leaf: Tensor) -> Tensor:
-    """The result of an operator, in the leaf's memory and layout: logits that may be overwritten,
-    whose gradient the leaf gets."""
-    return _Result.apply(leaf)
-
-
 # Options that change a formula, alone and together; "weighted" gives the classes weights.
 OPTIONS = {
     "mean": {},

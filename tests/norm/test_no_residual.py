@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass import functional
+from onepass import functional, numerics
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 names = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
@@ -32,12 +32,41 @@ def both(name, x, weight, **options):
 def test_values_and_gradients(name, p, dtype, residual_dtype):
     x = torch.randn(5, 24, dtype=dtype, requires_grad=True)
     weight = torch.rand(24, dtype=F64 if dtype is F64 else F32, requires_grad=True)
-    torch.manual_seed(3)
-    ours, expected = both(name, x, weight, dropout_p=p, residual_dtype=residual_dtype)
-    upstream = [torch.randn_like(t) for t in ours]
-    results = [torch.autograd.grad(t, (x, weight), upstream) for t in (ours, expected)]
-    for mine, right in zip((*ours, *results[0]), (*expected, *results[1]), strict=True):
-        assert mine.dtype == right.dtype and torch.equal(mine, right)
+    upstream = torch.randn(2, 5, 24)
+
+    def of(which, *leaves, residual_dtype=residual_dtype):
+        torch.manual_seed(3)
+        results = both(name, *leaves, dropout_p=p, residual_dtype=residual_dtype)[which]
+        upstreams = [d.to(t.dtype) for d, t in zip(upstream.to(dtype), results, strict=True)]
+        return (*(t.detach() for t in results), *torch.autograd.grad(results, leaves, upstreams))
+
+    wide = (t.detach().double().requires_grad_() for t in (x, weight))
+    ours, base, ref = of(0, x, weight), of(1, x, weight), of(1, *wide, residual_dtype=None)
+    for mine, right, stock in zip(ours, ref, base, strict=True):
+        assert mine.dtype == stock.dtype
+        numerics.assert_close(mine, right, stock)
+
+
+@names
+@pytest.mark.parametrize("kind", ["", "dropout", "scaled"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_residual_out_is_a_tensor_of_its_own(name, kind, needs_grad):
+    """A write into it, as by `stream += branch`, reaches neither the input nor a gradient."""
+    x = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -1e-40, 2.0]).repeat(3, 1)
+    x.requires_grad_(needs_grad)
+    before = x.detach().clone()
+    more = {
+        "": {},
+        "dropout": {"dropout_p": 0.5, "training": False},
+        "scaled": {"column_scale": torch.ones(6)},
+    }[kind]
+    y, stream = getattr(functional, f"add_{name}")(x, None, 6, **more)
+    assert torch.equal(stream.view(torch.int32), before.view(torch.int32))  # signs of zeros too
+    assert stream.is_contiguous() and not stream._is_view()
+    assert stream.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    with torch.no_grad():
+        stream += 1
+    assert torch.equal(x.view(torch.int32), before.view(torch.int32))
 
 
 @names

@@ -101,11 +101,11 @@ class _Attention(torch.autograd.Function):
         *tensors, (ctx.options, ctx.deterministic) = inputs
         ctx.set_materialize_grads(False)
         _, lse, lse_rest = outputs
-        _, _, of_value, *_ = needs = ctx.needs_input_grad
-        if of_value and sum(needs) == 1:
-            ctx.mark_non_differentiable(lse, lse_rest)
-        else:
+        needs = ctx.needs_input_grad
+        if needs[0] or needs[1] or any(needs[3 : len(BITS)]):
             ctx.mark_non_differentiable(lse_rest)
+        else:  # lse depends on nothing that is trained
+            ctx.mark_non_differentiable(lse, lse_rest)
         ctx.save_for_backward(*outputs, *tensors)
 
     @staticmethod

@@ -10,14 +10,13 @@ import atexit
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 
 from onepass import _C
-from onepass._arguments import asks_for_log
+from onepass._arguments import switches
 
 logger = logging.getLogger("onepass.dispatch")
-_enabled = asks_for_log(os.environ.get("ONEPASS_LOG", ""))
+_enabled = bool(switches("ONEPASS_LOG", ("dispatch",)))
 _seen: set[str] = set()
 # Calls that were left to torch and reach no operator of ours; None while recording is off.
 _left: list[dict] | None = [] if _enabled else None

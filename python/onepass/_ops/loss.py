@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._arguments import refuse_gradient, refuse_second_derivative, require_writable
-from onepass._mapping import refuse_mapped, run_each
+from onepass._arguments import refuse_gradient, refuse_second_derivative
+from onepass._mapping import is_mapped, refuse_mapped, run_each
 from onepass._negative import refuse_where_written
 from onepass._ops import double_backward, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
@@ -71,8 +71,6 @@ def _compute(input, target, weight, *options, inplace=False):
     if not is_differentiated(input, weight):
         return _forward(input, target, weight, *options)
     inplace = inplace and not torch.compiler.is_compiling() and not are_transforms_active()
-    if inplace and input.requires_grad:
-        require_writable("cross_entropy", "input", input)
     return _apply_loss(input, target, weight, options, inplace)
 
 
@@ -108,7 +106,7 @@ class _Loss(torch.autograd.Function):
             if ctx.inplace:
                 refuse_second_derivative("cross_entropy", "inplace_backward")
             dinput = _apply_backward(z_loss, *arguments)
-        elif ctx.inplace:
+        elif ctx.inplace and not is_mapped(dloss):  # batched gradients are several
             _backward_inplace(*arguments)
             # Autograd then refuses saved views of the logits, this call's too.
             torch.autograd.graph.increment_version(input)

@@ -178,13 +178,11 @@ def _compute(
     return _normed(query, key, query_weight, key_weight, cos, sin, positions, constants)
 
 
-def _mark_constant(ctx, outputs, query_needs: bool, key_needs: bool) -> None:
-    """Tells autograd of the result that depends on nothing that requires a gradient."""
-    query, key = outputs
-    if not query_needs:
-        ctx.mark_non_differentiable(query)
-    if not key_needs:
-        ctx.mark_non_differentiable(key)
+def _mark_constant(ctx, outputs, needed) -> None:
+    """Tells autograd of outputs that depend on nothing that is trained."""
+    constant = [output for output, is_needed in zip(outputs, needed, strict=True) if not is_needed]
+    if constant:
+        ctx.mark_non_differentiable(*constant)
 
 
 class _Rotary(torch.autograd.Function):
@@ -206,8 +204,7 @@ class _Rotary(torch.autograd.Function):
         for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[2:4], strict=True):
             if needed:
                 refuse_gradient("rotary_embedding", name)
-        needs = ctx.needs_input_grad
-        _mark_constant(ctx, outputs, needs[0], needs[1])
+        _mark_constant(ctx, outputs, ctx.needs_input_grad[:2])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin, positions)
 
@@ -287,8 +284,8 @@ class _NormedRotary(torch.autograd.Function):
         for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[4:6], strict=True):
             if needed:
                 refuse_gradient("rotary_embedding", name)
-        needs = ctx.needs_input_grad
-        _mark_constant(ctx, outputs, needs[0] or needs[2], needs[1] or needs[3])
+        of_query, of_key, of_query_weight, of_key_weight = ctx.needs_input_grad[:4]
+        _mark_constant(ctx, outputs, (of_query or of_query_weight, of_key or of_key_weight))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             None if query_weight is None else query,

@@ -167,11 +167,16 @@ def attention(
     return _RingAttention.apply(query, key, value, sinks, alibi_slopes, call)
 
 
+_VALUE = 2  # the place of the only argument that lse does not depend on
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, alibi_slopes, call):
         output, lse, lse_rest = _attend(query, key, value, sinks, call.given(alibi_slopes))
         ctx.call = call
+        if not any(needed for place, needed in enumerate(ctx.needs_input_grad) if place != _VALUE):
+            ctx.mark_non_differentiable(lse)  # it depends on nothing that is trained
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, sinks, alibi_slopes, output, lse, lse_rest)
         return output, lse

@@ -6,9 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._arguments import check_arguments
+from onepass._arguments import check_arguments, require_result
 from onepass._ops import linear_loss as _linear_loss
 from onepass._ops import loss as _loss
+from onepass._ops.differentiation import are_transforms_active
 from onepass.functional.attention import _is_autocast
 from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _has_products, linear
 
@@ -50,17 +51,17 @@ def cross_entropy(
             are), "sum" or "none".
         inplace_backward: the backward writes the gradient over the logits, so that it needs no
             memory. They are destroyed: do not read them afterwards. If they were saved for another
-            gradient, a second backward too, that raises; second derivatives are refused, and so are
-            leaves that require a gradient, and views of them. No effect
-            under `torch.compile` and the transforms of `torch.func`.
+            gradient, a second backward too, that raises; second derivatives are refused, and so
+            are leaves that require a gradient, such as parameters, and their views. No effect under
+            `torch.compile` and the transforms of `torch.func`.
 
     Returns:
         Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,
         float32 for 16-bit logits, as torch's).
 
     Raises:
-        RuntimeError: a shape, dtype, device or number does not fit, or a target is no class; the
-            message names the argument.
+        RuntimeError: a shape, dtype, device or number does not fit, a target is no class, or the
+            backward would write into a leaf; the message names the argument.
         TypeError: an argument is of a wrong type.
         ValueError: reduction is none of these.
 
@@ -76,6 +77,8 @@ def cross_entropy(
         _check_reduction("cross_entropy", reduction)
         if type(inplace_backward) is not bool:
             raise TypeError  # which check_arguments names
+        if inplace_backward and _is_overwritten(input):
+            require_result("cross_entropy", "input", input)
         options = (ignore_index, label_smoothing, softcap, z_loss, _loss.REDUCTIONS[reduction])
         return _loss.cross_entropy(input, target, weight, *options, inplace_backward)
     except Exception:
@@ -159,6 +162,16 @@ def linear_cross_entropy(
     except Exception:
         check_arguments(linear_cross_entropy, locals())
         raise
+
+
+def _is_overwritten(logits: Tensor) -> bool:
+    """Whether a backward with inplace_backward writes into these."""
+    return (
+        torch.is_grad_enabled()
+        and logits.requires_grad
+        and not torch.compiler.is_compiling()
+        and not are_transforms_active()
+    )
 
 
 def _check_reduction(op: str, reduction: str) -> None:

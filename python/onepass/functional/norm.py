@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
-from onepass._ops.dropout import add_scaled, dropout
 from onepass._ops.modulated_norm import modulated_norm, scaled_add_norm
 from onepass._ops.norm import NormKind, norm
 
@@ -128,8 +127,8 @@ def add_layer_norm(
     Args:
         input: the branch, shape (*, *normalized_shape).
         residual: the stream, input's shape; may be wider (float32 beside bfloat16 activations).
-            None, as before a first block: then residual_out is the sum without it, in
-            residual_dtype or input's dtype.
+            None, as before a first block: then residual_out is the sum without it, a tensor of
+            its own in residual_dtype or input's dtype.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         dropout_p: probability of dropping an element of input; no mask is stored, the backward
             regenerates it.
@@ -323,29 +322,23 @@ def _add_norm(
     row_scale: Tensor | None,
     **options,
 ) -> tuple[Tensor, Tensor]:
-    is_scaled = not (column_scale is None and row_scale is None)
-    if residual is not None:
-        options |= {"dropout_p": dropout_p, "residual_dtype": residual_dtype}
-        if not is_scaled:
-            return norm(input, residual, weight, bias, normalized_shape, **options)
-        scales = {"column_scale": column_scale, "row_scale": row_scale}
-        return scaled_add_norm(input, residual, weight, bias, normalized_shape, **options, **scales)
-    stream_dtype = residual_dtype or input.dtype
-    if is_scaled:
-        row = input
-        if column_scale is not None and column_scale.dim() > 1:  # add_scaled takes one dimension
-            row, column_scale = input.flatten(-column_scale.dim()), column_scale.flatten()
-        stream = add_scaled(row, None, dropout_p, column_scale, row_scale, stream_dtype)
-        stream = stream.reshape(input.shape)
-    elif dropout_p:
-        stream = dropout(input, dropout_p, stream_dtype)
-    else:
-        # Callers may write into the stream, so it is no alias of input.
-        stream = input.to(stream_dtype, copy=True)
-    # Under CUDA's autocast the norm chooses the dtype, as with a residual.
-    chosen = None if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
-    y, _ = norm(stream, None, weight, bias, normalized_shape, out_dtype=chosen, **options)
-    return y, stream
+    if residual is None:
+        residual = _zeros(input, normalized_shape, residual_dtype)
+    options |= {"dropout_p": dropout_p, "residual_dtype": residual_dtype}
+    if column_scale is None and row_scale is None:
+        return norm(input, residual, weight, bias, normalized_shape, **options)
+    scales = {"column_scale": column_scale, "row_scale": row_scale}
+    return scaled_add_norm(input, residual, weight, bias, normalized_shape, **options, **scales)
+
+
+def _zeros(
+    input: Tensor, normalized_shape: int | Sequence[int], dtype: torch.dtype | None
+) -> Tensor:
+    """A stream that adds nothing, of one row that stays in the cache: so residual_out is a tensor
+    of its own, written in the same pass. -0.0 keeps the sign of every zero."""
+    dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    row = input.shape[input.dim() - dims :]
+    return input.new_full(row, -0.0, dtype=dtype).expand(input.shape)
 
 
 def _active_p(op: str, p: float, training: bool) -> float:

@@ -1,0 +1,45 @@
+"""`requires_grad` of each of several results: true, as with torch's operators, only of those that
+depend on what is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.calls import CALLS
+
+
+def several(call) -> bool:
+    torch.manual_seed(3)
+    return call.differentiable and len(call.run(**call.tensors())) > 1
+
+
+ARGUMENTS = [
+    (name, argument)
+    for name, call in CALLS.items()
+    if several(call)
+    for argument, tensor in call.tensors().items()
+    if tensor.is_floating_point() and argument not in call.constant
+]
+
+
+@pytest.mark.parametrize("name, argument", ARGUMENTS)
+def test_results_require_a_gradient_only_if_they_have_one(name, argument):
+    call = CALLS[name]
+    given = call.tensors()
+    leaf = given[argument].requires_grad_()
+    torch.manual_seed(3)
+    results = call.run(**given)
+    assert any(result.requires_grad for result in results)
+    for result in results:
+        if result.requires_grad:
+            (gradient,) = torch.autograd.grad(result.sin().sum(), leaf, retain_graph=True)
+            assert gradient.any()
+
+
+def test_every_operator_with_several_results_is_here():
+    names = {name for name, _ in ARGUMENTS}
+    parts = ("add_layer_norm", "add_rms_norm", "modulated_layer_norm", "modulated_rms_norm")
+    parts += ("rotary_embedding", "scaled_dot_product_attention", "varlen_attention")
+    for part in (*parts, "merge_attention_states", "MultiheadAttention"):
+        assert any(part in name for name in names), part
