@@ -98,7 +98,7 @@ def loss(rows):
 
 def loss_backward(rows):
     x, target = torch.randn(rows, 64), torch.zeros(rows, dtype=torch.int64)
-    saved = torch.ones(2, rows), torch.ones(())
+    saved = torch.ones(3, rows), torch.ones(())
     upstream = torch.ones(()), *saved
     return lambda: OPS.loss_backward(x, target, None, -100, 0.0, 0.0, 1, *upstream)
 

@@ -76,7 +76,7 @@ def calls() -> Iterator[Call]:
 
     def upstream():
         numbers = {"dloss": torch.tensor(0.5), "total_weight": torch.tensor(3.0)}
-        return own() | numbers | {"statistics": randn(2, 6, seed=2).abs()}
+        return own() | numbers | {"statistics": randn(3, 6, seed=2).abs()}
 
     def backward(op):
         def run(input, target, weight, dloss, total_weight, statistics):
