@@ -195,7 +195,7 @@ LOOPS = {
     "loss, f32": Loop(of_loss(F32, 1024), ("loss.cu",), {
         **best("loss_reduce_kernel"),
         "loss_forward_kernel": reads(1.98),  # packs of floats, and a target of each row
-        "loss_backward_kernel": reads(1.96, writes=PACKS_OF_FLOATS),
+        "loss_backward_kernel": reads(1.95, writes=PACKS_OF_FLOATS),
     }),
     "rotary, halves": Loop(of_rotary(), ROTARY, best("rotary_forward_kernel")),
     "rotary, interleaved": Loop(

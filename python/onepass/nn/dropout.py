@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from onepass import functional
-from onepass._memory_order import in_memory_order
 
 
 class Dropout(torch.nn.Dropout):
     """`torch.nn.Dropout` that stores no mask; see `onepass.functional.dropout`.
 
-    An element's index is its place in memory: a transposed input needs no copy.
+    Tensors in channels_last keep that order: there an element's index is its place in memory.
 
     Examples:
         >>> dropout = onepass.nn.Dropout(0.5)
@@ -21,9 +20,10 @@ class Dropout(torch.nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        active = self.training and self.p > 0.0 and not self.inplace
-        if active and isinstance(input, Tensor) and not input.is_contiguous():
-            return in_memory_order(lambda x: functional.dropout(x, self.p), input)
+        if self.training and self.p > 0.0 and not self.inplace and isinstance(input, Tensor):
+            if input.dim() in (4, 5) and _is_channels_last(input):
+                rows = functional.dropout(input.movedim(1, -1), self.p)
+                return rows.movedim(-1, 1)
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
