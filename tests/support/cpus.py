@@ -3,8 +3,9 @@
     python -m tests.support.cpus [--only NAME ...] [arguments of pytest]
 
 A name of `MACHINES` sets what the machine looks like: to onepass (its kernels' level, the vendor),
-to torch's own kernels and to oneDNN. MKL chooses by the real CPU. Run are the tests marked `isa`,
-and those marked `machine`: of the files that name a fact of the machine (`FACTS`).
+to torch's own kernels and to oneDNN. MKL chooses by the real CPU. Run are the tests marked
+`machine`, of the files that name a fact of the machine (`FACTS`), and those marked `isa`, unless
+the vendor alone differs, of which no kernel knows.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class Machine(NamedTuple):
     level: str  # of onepass's kernels; empty: this CPU's
     variables: dict[str, str] = {}
     vendor: str = ""
+
+    @property
+    def marks(self) -> str:
+        vendor_alone = self.vendor and not self.variables
+        return f"{'machine' if vendor_alone else '(isa or machine)'} and not slow"
 
 
 MACHINES = {
@@ -93,7 +99,7 @@ def main() -> int:
             continue
         print(f"\n== {name}", flush=True)
         start = time.perf_counter()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "(isa or machine) and not slow"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", machine.marks]
         run = subprocess.run([*command, *(rest or ["tests"])], cwd=ROOT, env=environment(machine))
         failed |= run.returncode != 0
         verdict = "passed" if run.returncode == 0 else f"FAILED (exit code {run.returncode})"
