@@ -211,6 +211,14 @@ def test_arguments_that_hold_foreign_objects_are_not_repeated():
     assert sample._signature(copied) == sample._signature(plain)
 
 
+def test_a_tensor_that_is_given_twice_stays_one():
+    """Attention has another path where query, key and value are one tensor."""
+    x = torch.ones(2, requires_grad=True)
+    for made in (sample._copied, sample._fresh):
+        query, key = made(sample.Call((x, x), {"value": x})).args
+        assert query is key and query is not x and query.is_leaf and query.requires_grad
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
     """The cost of a step is that of the attention that its config names."""

@@ -224,7 +224,8 @@ def repeated(module: nn.Module, calls: Sequence[Call]) -> Callable[[], None]:
             if not module.training:
                 continue
             wanted = [p for p in module.parameters() if p.requires_grad]
-            wanted += [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad]
+            given = {id(leaf): leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad}
+            wanted += given.values()
             outputs = [x for x in _tensors(_plain(output)) if x.requires_grad]
             loss = [x for x in outputs if x.dim() == 0]
             outputs = loss[:1] or outputs
@@ -236,25 +237,28 @@ def repeated(module: nn.Module, calls: Sequence[Call]) -> Callable[[], None]:
 
 def _fresh(call: Call) -> Call:
     """The call with new leaves, which hold the same memory."""
-    return Call(
-        *pytree.tree_map_only(
-            Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), tuple(call)
-        )
-    )
+    return _with_tensors(call, torch.detach)
 
 
 def _copied(call: Call) -> Call | None:
     """The call with copies of its tensors; None if it holds other objects than plain values."""
-    leaves, spec = pytree.tree_flatten(tuple(call))
+    leaves = pytree.tree_leaves(tuple(call))
     if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return None
-    copies = [
-        leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    return Call(*pytree.tree_unflatten(copies, spec))
+    return _with_tensors(call, lambda tensor: tensor.detach().clone())
+
+
+def _with_tensors(call: Call, new: Callable[[Tensor], Tensor]) -> Call:
+    """The call with a new leaf for each tensor; a tensor that is there twice stays one, as query,
+    key and value of self-attention."""
+    leaves: dict[int, Tensor] = {}
+
+    def leaf_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in leaves:
+            leaves[id(tensor)] = new(tensor).requires_grad_(tensor.requires_grad)
+        return leaves[id(tensor)]
+
+    return Call(*pytree.tree_map_only(Tensor, leaf_of, tuple(call)))
 
 
 def _signature(call: Call) -> tuple:
