@@ -167,6 +167,36 @@ def test_real_data_and_none_are_the_same_timeline():
     assert fake.activations == real.activations and fake.modules == real.modules
 
 
+class Marks(nn.Module):
+    """Writes into a table made without inputs, which has data even where the batch has none."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.project, self.way = nn.Linear(64, 64, bias=False), way
+
+    def forward(self, x):
+        hidden = self.project(x)
+        with torch.no_grad():
+            wide, table = hidden.repeat(1, 16), torch.zeros(64, 1024)
+            if self.way == "out":
+                torch.mul(wide, 2.0, out=table)
+            elif self.way == "in place":
+                table.add_(wide)
+            elif self.way == "a view":
+                table[:32].add_(wide[:32])
+            else:  # the table itself is released
+                del table
+                table = torch.zeros(64, 1024).scatter_(1, wide.long().abs() % 1024, 1.0)
+        return hidden * table[:, :64]
+
+
+@pytest.mark.parametrize("way", ["out", "in place", "a view", "chained"])
+def test_what_is_written_into_takes_no_memory_again(way):
+    fake, real = (onepass.estimate(Marks(way), torch.randn(64, 64), real=r) for r in (False, True))
+    assert fake.peaks == real.peaks
+    assert fake.activations == real.activations > 64 * 1024 * 4
+
+
 def test_tied_weights_and_views_of_one_storage_count_once():
     class Tied(nn.Module):
         def __init__(self):
