@@ -192,7 +192,7 @@ def test_a_device(capability, ok, fix):
 def test_every_switch_is_listed():
     root = Path(__file__).parents[2]
     sources = [*root.glob("python/**/*.py"), *root.glob("csrc/**/*.c*"), *root.glob("csrc/**/*.h")]
-    read = re.compile(r'(?:environ\.get|environ|getenv)[(\[]\s*"(ONEPASS_\w+)"')
+    read = re.compile(r'(?:environ\.get|environ|getenv|switches)[(\[]\s*"(ONEPASS_\w+)"')
     switches = {name for path in sources for name in read.findall(path.read_text())}
     assert switches == set(doctor.SWITCHES)
 

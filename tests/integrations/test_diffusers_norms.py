@@ -280,3 +280,16 @@ def test_traced_by_fx():
     traced = torch.fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["block"]
     assert torch.equal(traced(**named), model(**named))
+
+
+@pytest.mark.parametrize("norm_type", ["layer_norm", "rms_norm"])
+def test_the_proof_computes_what_the_swap_will(monkeypatch, norm_type):
+    name = f"modulated_{norm_type}"
+    right = getattr(onepass.functional, name)
+    monkeypatch.setattr(onepass.functional, name, lambda *given: 1.01 * right(*given))
+    module = normalization.AdaLayerNormContinuous(
+        32, 16, elementwise_affine=False, norm_type=norm_type
+    )
+    report = onepass.swap(module, kinds="norm")
+    assert not any("modulated" in entry["to"] for entry in report.swapped)
+    assert "onepass would be less accurate" in str(report)

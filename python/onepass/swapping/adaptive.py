@@ -11,6 +11,7 @@ imports diffusers.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -88,11 +89,15 @@ def _composed(norm: nn.Module, x, scale, shift):
 
 
 def _fused(norm: nn.Module, x, scale, shift):
+    """In one pass, if neither has the norm been replaced or hooked, nor all modules."""
+    kind = None if all_modules_have_hooks() else kind_of(norm)
+    return _fused_as(kind, norm, x, scale, shift)
+
+
+def _fused_as(kind: NormKind | None, norm: nn.Module, x, scale, shift):
     """In one pass, if the composition's result has the dtype and shape of x."""
-    kind = kind_of(norm)
     if (
         kind is None
-        or all_modules_have_hooks()
         or not (is_plain(x) and is_plain(scale) and is_plain(shift))
         or x.dim() != 3
         or scale.dim() != 2
@@ -242,7 +247,9 @@ def prove(module: nn.Module, form: str) -> AdaptiveSpec | str:
 
 def _judge(module: nn.Module, form: str, dtype: torch.dtype) -> None:
     run, _ = FORMS[form]
-    forwards = (type(module).forward, _with(run, _fused), _with(run, _exact))
+    kind = kind_of(module._modules["norm"])  # a twin's norm is not called as a module
+    fused, exact = (functools.partial(f, kind) for f in (_fused_as, _exact))
+    forwards = (type(module).forward, _with(run, fused), _with(run, exact))
     judge(form, dtype, forwards, lambda *case: _results(module, form, *case))
 
 
@@ -277,10 +284,9 @@ def _with(run, modulate: Modulate):
     return lambda self, *args, **named: run(self, modulate, *args, **named)
 
 
-def _exact(norm: nn.Module, x, scale, shift):
+def _exact(kind: NormKind, norm: nn.Module, x, scale, shift):
     """In float64, from the rounded results of the other parts: their rounding is not tested."""
     x, scale, shift = x.double(), scale.double(), shift.double()
-    kind = kind_of(norm)
     return reference.modulated(x, (scale.shape[-1],), scale, shift, norm.eps, kind=kind)
 
 
