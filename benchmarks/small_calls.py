@@ -1,10 +1,10 @@
 """Finds the size from which a swapped module or function takes less time than stock's.
 
-For layer norms, group norms, linear layers, modules that call attention or F.linear, rotations,
-and the activations of `register_kernels`.
+For layer norms, group norms, linear layers, modules that call attention, or compute it by hand, or
+call F.linear, rotations, and the activations of `register_kernels`.
 
     python benchmarks/small_calls.py [--dtypes float32 bfloat16] [--only activation attention
-        group_norm linear norm rotary]
+        attention_by_hand group_norm linear norm rotary]
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
 in inference: medians of processor time in ABBA turns, on which other processes have little effect.
@@ -53,6 +53,7 @@ def main() -> int:
     small_calls.LEAST_GROUP_NORM.clear()
     small_calls.LEAST_ACTIVATED.clear()
     small_calls.LEAST_ACTIVATION.clear()
+    small_calls.LEAST_BY_HAND.clear()
     small_calls.LEAST_ATTENTION.clear()  # ours at every size, whatever torch has
     small_calls.LEAST_LINEAR_CALLS.clear()
     small_calls.LEAST_LINEAR.clear()
@@ -73,12 +74,16 @@ def show(title: str, rows: str, shapes: Sequence, counts: Sequence[str], cells: 
     Console().print(table)
 
 
-def show_attention(dtype: str) -> None:
+def show_attention(dtype: str, make: Callable | None = None, name: str = "attention") -> None:
     def cells(shape: tuple[int, int]) -> list[str]:
-        return [measure_attention(dtype, *shape, heads) for heads in HEADS]
+        return [measure_attention(make or Attention, dtype, *shape, heads) for heads in HEADS]
 
-    title = f"attention, {dtype}: log2 of elements times tokens"
+    title = f"{name}, {dtype}: log2 of elements times tokens"
     show(title, "batch x tokens", SHAPES, [f"{heads} heads" for heads in HEADS], cells)
+
+
+def show_attention_by_hand(dtype: str) -> None:
+    show_attention(dtype, ByHand, "attention by hand")
 
 
 def show_products(dtype: str) -> None:
@@ -151,6 +156,7 @@ ACTIVATIONS = {
 KINDS = {
     "activation": show_activation,
     "attention": show_attention,
+    "attention_by_hand": show_attention_by_hand,
     "group_norm": show_group_norm,
     "linear": show_products,
     "norm": show_norm,
@@ -198,8 +204,19 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, HEAD_DIM).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*qkv.unbind(0))
+        y = self.attend(*qkv.unbind(0))
         return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ByHand(Attention):
+    """The same without `fused_attn`."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        weights = (q * HEAD_DIM**-0.5) @ k.transpose(-2, -1)
+        return weights.softmax(dim=-1) @ v
 
 
 class Router(nn.Module):
@@ -276,10 +293,11 @@ def measure_rotary(
     return f"{math.log2(q.numel() + k.numel()):.1f}: {ratios[0]:.2f} / {ratios[1]:.2f}"
 
 
-def measure_attention(dtype: str, batch: int, tokens: int, heads: int) -> str:
+def measure_attention(make: Callable, dtype: str, batch: int, tokens: int, heads: int) -> str:
     x = torch.randn(batch, tokens, heads * HEAD_DIM, dtype=getattr(torch, dtype))
-    stock, swapped = (Attention(heads).to(x.dtype) for _ in range(2))
-    return measure_swapped(stock, swapped, x, math.log2(x.numel() * tokens))
+    stock, swapped = (make(heads).to(x.dtype) for _ in range(2))
+    onepass.swap(swapped, kinds="attention")
+    return measure_both(stock, swapped, x, math.log2(x.numel() * tokens))
 
 
 def layer(shape: tuple[int, int]) -> nn.Module:

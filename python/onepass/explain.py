@@ -121,7 +121,8 @@ def _stock_modules(module: torch.nn.Module) -> list[dict]:
         for entry in report.swapped
         if entry["name"] not in report._earlier
     ]
-    return [*would, *report.skipped, *report.unknown]
+    found = report.to_dict()
+    return [*would, *found["skipped"], *found["unknown"]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

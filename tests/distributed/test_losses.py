@@ -17,7 +17,7 @@ import onepass
 from onepass import functional, numerics
 from onepass._ops.dispatch_log import record
 from onepass.reference import loss as reference
-from onepass.swapping.classes import with_redirected_loss
+from onepass.swapping.redirection import with_redirected_loss
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import RankError, distributed, run
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import onepass
 from onepass._ops import device_attention, dispatch_log
 from onepass.functional import _internal
-from onepass.swapping import classes
+from onepass.swapping import redirection
 
 TORCHS = "torch.nn.functional.scaled_dot_product_attention"
 
@@ -106,9 +106,9 @@ def called(monkeypatch) -> list[str]:
     ids=str,
 )
 def test_calls_of_swapped_and_attached_modules(called, options, whose):
-    classes.attend_visibly(*heads(), **options)
+    redirection.attend_visibly(*heads(), **options)
     assert called == [whose]
-    classes.attend_visibly(*heads(device="cpu"), **options)
+    redirection.attend_visibly(*heads(device="cpu"), **options)
     assert called == [whose, "onepass"]
 
 
@@ -160,6 +160,6 @@ def test_compiled_calls_are_torchs_too():
     torch._dynamo.reset()
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
-        torch.compile(classes.attend_visibly, backend=backend, fullgraph=True)(q, k, v)
+        torch.compile(redirection.attend_visibly, backend=backend, fullgraph=True)(q, k, v)
     (code,) = graphs
     assert "scaled_dot_product_attention" in code and "onepass" not in code

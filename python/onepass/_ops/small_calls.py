@@ -47,6 +47,9 @@ LEAST_ATTENTION = {
     torch.bfloat16: (0, 1 << 20),
     torch.float16: (0, 1 << 20),
 }
+# The same of a module that computes attention by hand, without a mask (Zen 5, AVX-512 with
+# bfloat16): its calls are recorded one by one.
+LEAST_BY_HAND = dict.fromkeys(_FLOATS, (1 << 25, 1 << 25))
 # Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
 # slow).
 LEAST_LINEAR = {
@@ -401,10 +404,19 @@ def attention_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bo
     The answer is the same when a checkpoint recomputes the module: it does not depend on gradients
     in training.
     """
+    return _attention_is_small(LEAST_ATTENTION, module, args)
+
+
+def attention_by_hand_is_small(module: nn.Module, args: tuple) -> bool:
+    """The same of a module that computes attention by hand."""
+    return _attention_is_small(LEAST_BY_HAND, module, args)
+
+
+def _attention_is_small(bounds: dict, module: nn.Module, args: tuple) -> bool:
     input = args[0] if args else None
     if not isinstance(input, Tensor) or input.dim() != 3:
         return False
-    bound = _least(LEAST_ATTENTION, input, module.training or torch.is_grad_enabled())
+    bound = _least(bounds, input, module.training or torch.is_grad_enabled())
     if not bound or input.numel() * input.shape[1] >= bound:
         return False
     if module.training and _drops(module):

@@ -31,6 +31,8 @@ _CHECKPOINT_FUNCTIONS = (
 _FUNCTIONS = {"linear": (F.linear,), "loss": (F.cross_entropy, nn.CrossEntropyLoss)}
 _FORWARDS = {"linear": nn.Linear.forward, "loss": nn.CrossEntropyLoss.forward}  # by super()
 _NAMES = {function.__name__ for functions in _FUNCTIONS.values() for function in functions}
+_SOFTMAX = F.softmax, torch.softmax, torch.Tensor.softmax
+_PRODUCTS = {"matmul", "bmm", "einsum"}
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 _EXPERTS = "experts_interface"  # of transformers, too
 _LOSSES = "LOSS_MAPPING"  # of transformers' loss_function
@@ -55,17 +57,20 @@ class Calls(NamedTuple):
     dispatch: bool = False  # of diffusers
     experts: bool = False  # by a name in transformers' config
     losses: bool = False  # by a name of transformers
+    by_hand: bool = False  # softmax and products of matrices, in code that Python can follow
 
 
 def calls_of(module: nn.Module) -> Calls:
     """The calls that the forward of this module reaches, without its submodules."""
     forward = inspect.getattr_static(type(module), "forward")
     found: set[str] = set()
+    products = 0
     pending = [(function, module, _DEPTH) for function in _functions(forward)]
     seen = {id(function) for function, _, _ in pending}
     while pending and len(seen) < _MOST_FUNCTIONS:
         function, owner, depth = pending.pop()
         found |= _reads(function)
+        products += _products(function.__code__)
         for name, values in _named(function, owner):
             found |= _classified(function, name, values)
             for value in values:
@@ -74,6 +79,8 @@ def calls_of(module: nn.Module) -> Calls:
                     if depth and id(inner) not in seen:
                         seen.add(id(inner))
                         pending.append((inner, its_owner, depth - 1))
+    if "softmax" in found and products > 1 and "opaque" not in found:
+        found.add("by_hand")
     return Calls(*(name in found for name in Calls._fields))
 
 
@@ -112,6 +119,10 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         return {"attention"}
     if name == _ATTENTION and not values:
         return {"attention"}
+    if (name == "softmax" and not values) or any(_is_softmax(value) for value in values):
+        return {"softmax"}
+    if any(_is_opaque(value) for value in values):
+        return {"opaque"}
     for kind, functions in _FUNCTIONS.items():
         of_module = function.__globals__.get(name)  # may be a submodule's name: see _reads
         functions = [f for f in (*functions, _FORWARDS[kind]) if f is not of_module]
@@ -127,6 +138,31 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
     if name == _LOSSES:
         return {"losses"}
     return {"registry"} if name == _REGISTRY else set()
+
+
+def _is_softmax(value: object) -> bool:
+    return isinstance(value, nn.Softmax) or any(value is softmax for softmax in _SOFTMAX)
+
+
+def _is_opaque(value: object) -> bool:
+    """Whether scores that it gets would lose their gradient."""
+    if isinstance(value, type):
+        return issubclass(value, torch.autograd.Function)
+    return isinstance(value, torch.jit.ScriptFunction)
+
+
+def _products(code: types.CodeType) -> int:
+    """The number of places at which code multiplies matrices."""
+    count = 0
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "BINARY_MATRIX_MULTIPLY":
+            count += 1
+        elif instruction.opname == "BINARY_OP":
+            count += instruction.argrepr.startswith("@")
+        elif instruction.argval in _PRODUCTS and instruction.opname.startswith("LOAD"):
+            count += 1
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return count + sum(map(_products, inner))
 
 
 def _reads(function: types.FunctionType) -> set[str]:
@@ -206,6 +242,8 @@ def _attributes(owner, name: str, inherited: bool) -> list:
     """The possible values of `owner.name`, including overridden definitions of base classes."""
     attributes = getattr(owner, "__dict__", {})
     values = [attributes[name]] if name in attributes else []
+    if name in attributes.get("_modules", ()):
+        values.append(attributes["_modules"][name])
     for cls in type(owner).__mro__:
         if name in vars(cls) and cls not in (nn.Module, object):
             values.append(vars(cls)[name])

@@ -14,24 +14,20 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 import onepass.nn
 from onepass import _stock
 from onepass._compiling import refuse_script
-from onepass._imported import is_a
-from onepass._ops import device_attention, small_calls
+from onepass._ops import small_calls
 from onepass._ops.norm import norm
 from onepass.functional._internal import (
     cross_entropy_gains,
-    linear_gains,
     linear_where_it_gains,
 )
-from onepass.functional.linear import _has_products as has_products
 from onepass.swapping import rotary
-from onepass.swapping.inputs import has_kernels, is_autocast, is_for_loss, is_local, is_plain
+from onepass.swapping.inputs import is_autocast, is_for_attention, is_for_loss, is_plain
 from onepass.swapping.probe import is_as_proven
+from onepass.swapping.redirection import ARE_SMALL, redirected, with_torchs_error
 from onepass.swapping.specs import (
     ActivatedSpec,
     AdaptiveSpec,
@@ -121,7 +117,7 @@ class CrossEntropyLossForward(Swapped):
         arguments = (input, target, self.weight, self.label_smoothing)
         ours = isinstance(self, Swapped) and is_for_loss(input)  # not so after `unswap`
         if ours and cross_entropy_gains(*arguments):
-            return _with_torchs_error(onepass.nn.CrossEntropyLoss.forward, self, input, target)
+            return with_torchs_error(onepass.nn.CrossEntropyLoss.forward, self, input, target)
         return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
 
 
@@ -202,7 +198,7 @@ class MultiheadAttentionForward(Swapped):
 
     @functools.wraps(torch.nn.MultiheadAttention.forward)
     def forward(self, query, key, value, *args, **named):
-        if all(map(_is_for_attention, (query, key, value))):
+        if all(map(is_for_attention, (query, key, value))):
             return onepass.nn.MultiheadAttention.forward(self, query, key, value, *args, **named)
         original = torch.nn.MultiheadAttention.forward
         return _elsewhere(self, original, query, key, value, *args, **named)
@@ -213,7 +209,7 @@ class EncoderLayerForward(Swapped):
 
     @functools.wraps(torch.nn.TransformerEncoderLayer.forward)
     def forward(self, src, *args, **named):
-        if _is_for_attention(src):
+        if is_for_attention(src):
             return onepass.nn.TransformerEncoderLayer.forward(self, src, *args, **named)
         return _elsewhere(self, torch.nn.TransformerEncoderLayer.forward, src, *args, **named)
 
@@ -239,6 +235,7 @@ class Calls(Swapped):
 # The functions that replace torch's in a forward, by kind, and in "loss".
 REDIRECTED = {
     "attention": "onepass.functional.scaled_dot_product_attention",
+    "attention_by_hand": "onepass.functional.scaled_dot_product_attention",
     "linear": "onepass.functional.linear",
     "loss": "onepass.functional.cross_entropy",
     "loss_function": "onepass.functional.cross_entropy",
@@ -249,151 +246,14 @@ REDIRECTED = {
 
 def redirects(cls: type, kind: str) -> bool:
     """Whether calls of this kind are redirected in a forward of this class."""
-    return issubclass(cls, Calls) and any(call_name(call) == kind for call in cls._onepass_spec)
+    names = map(call_name, cls._onepass_spec) if issubclass(cls, Calls) else ()
+    return any(name in (kind, f"{kind}_by_hand") for name in names)
 
 
 def call_name(call: Call) -> str:
     if isinstance(call, HeadSpec):
         return "loss_head"
     return "rotary" if isinstance(call, RotarySpec) else call
-
-
-class _Redirection(TorchFunctionMode):
-    """While active, it redirects functions on this thread; torch's namespace does not change."""
-
-    def __init__(self, kinds: list[str]):
-        super().__init__()
-        self._attention, self._linear = "attention" in kinds, "linear" in kinds
-        self._loss = "loss" in kinds
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is Tensor.unflatten and torch.compiler.is_compiling():
-            func = torch.unflatten  # the same; the method calls super(), which Dynamo cannot follow
-        if func is F.scaled_dot_product_attention and self._attention:
-            ours, run = onepass.functional.scaled_dot_product_attention, _attend
-        elif func is F.linear and self._linear:
-            ours, run = linear_where_it_gains, _multiply
-        elif func is F.cross_entropy and self._loss:
-            ours, run = F.cross_entropy, _cross_entropy
-        else:
-            return func(*args, **kwargs)
-        traced = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.fx.Proxy)]
-        if traced:
-            return handle_torch_function(ours, traced, *args, **kwargs)  # a node that calls ours
-        return run(*args, **kwargs)
-
-
-def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
-    """onepass's attention, or torch's for calls that onepass does not compute."""
-    taken = (
-        all(map(is_local, (query, key, value)))
-        and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
-        and _is_for_attention(query)
-        and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
-    )
-    attend = attend_visibly if taken else F.scaled_dot_product_attention
-    return attend(query, key, value, attn_mask, *args, **named)
-
-
-def _multiply(input, weight, bias=None) -> Tensor:
-    """onepass's products, or torch's if ours would not gain; profiling and counting modes see a
-    call of this name."""
-    arguments = (input, weight, bias)
-    if not is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
-        return F.linear(*arguments)
-    ours = onepass.functional.linear
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        return handle_torch_function(ours, arguments, *arguments)
-    return ours(*arguments)
-
-
-def _cross_entropy(
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
-) -> Tensor:
-    """onepass's loss, or torch's if ours would not gain; profiling and counting modes see a call of
-    this name."""
-    named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-    arguments = (input, target, weight)
-    is_usual = size_average is None and reduce is None and is_for_loss(input)
-    if not (is_usual and cross_entropy_gains(*arguments, label_smoothing)):
-        named |= dict(size_average=size_average, reduce=reduce)
-        return F.cross_entropy(*arguments, **named)
-    ours = onepass.functional.cross_entropy
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        return handle_torch_function(ours, arguments, *arguments, **named)
-    return _with_torchs_error(ours, *arguments, **named)
-
-
-def _with_torchs_error(function, *args, **named) -> Tensor:
-    """function(*args, **named), with torch's type of the error for a class that does not exist."""
-    try:
-        return function(*args, **named)
-    except RuntimeError as error:
-        if "target must lie between" not in str(error):
-            raise
-        raise IndexError(str(error)) from None
-
-
-def with_redirected_loss(function, *args, **named):
-    """function(*args, **named) with its calls of F.cross_entropy redirected."""
-    with _Redirection(["loss"]):
-        return function(*args, **named)
-
-
-def attend_visibly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **terms,
-) -> Tensor:
-    """Our attention, or torch's on a GPU that is left to torch; profiling and counting modes see a
-    call of this name, as of torch's."""
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if (
-        query.is_cuda
-        and not (terms.get("softcap") or terms.get("deterministic"))
-        and attn_mask is None
-        and terms.get("sinks") is None
-        and dropout_p == 0.0
-        and device_attention.is_torchs(query, key, value)
-    ):
-        return F.scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
-    ours = onepass.functional.scaled_dot_product_attention
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        return handle_torch_function(ours, arguments, *arguments, **terms)
-    return ours(*arguments, **terms)
-
-
-_ARE_SMALL = {
-    "attention": small_calls.attention_calls_are_small,
-    "linear": small_calls.linear_calls_are_small,
-    "loss": small_calls.loss_calls_are_small,
-}
-
-
-def _redirected(forward, kinds: list[str]):
-    @functools.wraps(forward)
-    def redirected(self, *args, **named):
-        gaining = [kind for kind in kinds if not _ARE_SMALL[kind](self, args, named)]
-        if not gaining:
-            return forward(self, *args, **named)
-        with _Redirection(gaining):
-            return forward(self, *args, **named)
-
-    return redirected
 
 
 class LayerNorm(LayerNormForward, onepass.nn.LayerNorm):
@@ -532,9 +392,9 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
         named = sorted(map(call_name, spec))  # of a model's loss the head comes last, and is told
         namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
         rotations = [call for call in spec if isinstance(call, RotarySpec)]
-        kinds = [call for call in spec if call in _ARE_SMALL]
+        kinds = [call for call in spec if call in ARE_SMALL]
         run = rotary.redirected(original.forward, rotations) if rotations else original.forward
-        run = _redirected(run, kinds) if kinds else run
+        run = redirected(run, kinds) if kinds else run
         heads = [call.name for call in spec if isinstance(call, HeadSpec)]
         if heads:
             from onepass.integrations.transformers import lazy_logits
@@ -556,20 +416,6 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
 def is_swapped(cls: type) -> bool:
     """Whether cls was made by `swap`; a subclass of such a class was not."""
     return "_onepass_original" in cls.__dict__
-
-
-MOST_HEAD_DIM = 512  # of the attention operator
-_ATTENTION_DEVICES = frozenset(
-    device for device in ("cpu", "cuda", "meta") if has_kernels(device, "attention")
-)
-
-
-def _is_for_attention(input: Tensor) -> bool:
-    """Whether attention takes this tensor: distributed tensors, and those on a device without
-    kernels in this build, run the original."""
-    if isinstance(input, torch.fx.Proxy):
-        return False
-    return input.device.type in _ATTENTION_DEVICES and not hasattr(input, "device_mesh")
 
 
 def _elsewhere(module: nn.Module, original, input, *args, **named):

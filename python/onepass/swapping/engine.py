@@ -68,7 +68,8 @@ def swap(
 
     - Attention: torch's own modules; modules whose forward calls `F.scaled_dot_product_attention`
       (redirected while that forward runs, in its thread alone) or diffusers'
-      `dispatch_attention_fn`; modules of transformers that take attention by the name in their
+      `dispatch_attention_fn`; on a CPU modules that compute softmax(q k^T) v by hand, after a proof
+      at their first call; modules of transformers that take attention by the name in their
       config, which becomes "onepass" for all modules that share the config
       (`onepass.integrations.transformers.attach` does that alone).
     - Linear layers, also as calls of `F.linear` in modules that hold the weight; losses, as calls

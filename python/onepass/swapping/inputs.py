@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.fx
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from onepass._imported import is_dtensor
 from onepass._ops.differentiation import are_transforms_active
+from onepass.swapping.scores import Scores
 
+MOST_HEAD_DIM = 512  # of the attention operator
 _OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families whose kinds have other names
 
 
@@ -41,6 +44,8 @@ def is_plain(input: Tensor) -> bool:
         return not input.is_nested
     if not isinstance(input, Tensor):  # of torch.fx, or an input that the original refuses
         return False
+    if isinstance(input, Scores):  # of attention by hand, which torch's functions are recorded on
+        return False
     return not input.is_nested
 
 
@@ -59,3 +64,16 @@ def is_for_loss(input: Tensor) -> bool:
     split = [p.is_shard(classes) for p in input.placements]
     kept = zip(input.placements, split, strict=True)
     return any(split) and all(is_split or p.is_replicate() for p, is_split in kept)
+
+
+_ATTENTION_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "meta") if has_kernels(device, "attention")
+)
+
+
+def is_for_attention(input: Tensor) -> bool:
+    """Whether attention takes this tensor: distributed tensors, and those on a device without
+    kernels in this build, run the original."""
+    if isinstance(input, torch.fx.Proxy):
+        return False
+    return input.device.type in _ATTENTION_DEVICES and not hasattr(input, "device_mesh")

@@ -19,7 +19,7 @@ from onepass._imported import is_a
 from onepass._ops import products, small_calls
 from onepass.nn._parts import has_hooks
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
-from onepass.swapping.inputs import has_kernels
+from onepass.swapping.inputs import MOST_HEAD_DIM, has_kernels
 from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import Structure
 
@@ -30,7 +30,7 @@ BESIDE = ("rotary", "linear", "loss")  # kinds that a module may have beside ano
 class Match(NamedTuple):
     """One of: swap to `forward`, `structure` to be probed, refused or unknown for `reason` (with
     `forceable`: unless the user vouches for `forward`), or `named`: takes attention by the name
-    that its config holds. `call`: of `classes.REDIRECTED`, if that is not the kind."""
+    that its config holds. `calls`: of `classes.REDIRECTED`, if that is not the kind."""
 
     kind: str
     forward: type[classes.Swapped] | None = None
@@ -41,7 +41,7 @@ class Match(NamedTuple):
     unknown: bool = False
     forceable: bool = False
     named: bool = False
-    call: str | None = None
+    calls: tuple[str, ...] = ()
 
 
 _STOCK_NORMS = {
@@ -189,8 +189,8 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
     if forward := _STOCK_ATTENTION.get(_stock.definer(cls)):
         reason, forceable = None, False
         if isinstance(module, nn.MultiheadAttention):
-            if module.head_dim > classes.MOST_HEAD_DIM:
-                reason = Reason.HEAD_DIM.because(module.head_dim, classes.MOST_HEAD_DIM)
+            if module.head_dim > MOST_HEAD_DIM:
+                reason = Reason.HEAD_DIM.because(module.head_dim, MOST_HEAD_DIM)
         elif forward is classes.EncoderLayerForward:
             if cls._sa_block is not _stock.method(nn.TransformerEncoderLayer, "_sa_block"):
                 reason = Reason.OWN_SA_BLOCK.because()
@@ -203,9 +203,14 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
     reached = calls()
     if reached.registry:
         return Match("attention", named=True)
-    if reached.attention:
+    if reached.attention or reached.by_hand:
+        device = next((str(p.device.type) for p in module.parameters()), "cpu")
+        if not reached.attention and device not in ("cpu", "meta"):
+            reason = Reason.BY_HAND_ELSEWHERE.because(device)
+            return Match("attention", unknown=True, reason=reason)
         reason = Reason.CHECKPOINTS.because("attention") if reached.checkpoint else None
-        return Match("attention", forward=classes.Calls, reason=reason)
+        called = ("attention",) * reached.attention + ("attention_by_hand",) * reached.by_hand
+        return Match("attention", forward=classes.Calls, reason=reason, calls=called)
     if reached.dispatch:
         from onepass.integrations import diffusers
 
@@ -300,7 +305,7 @@ def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     if not (reached.loss or reached.losses) or not small_calls.vocabulary(module):
         return None
     if reached.losses and is_a(module, "transformers.modeling_utils", "PreTrainedModel"):
-        return Match("loss", forward=classes.Calls, call="loss_function")
+        return Match("loss", forward=classes.Calls, calls=("loss_function",))
     if reached.loss:
         reason = Reason.CHECKPOINTS.because("loss") if reached.checkpoint else None
         return Match("loss", forward=classes.Calls, reason=reason)

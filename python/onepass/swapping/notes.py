@@ -12,6 +12,7 @@ from onepass.swapping import by_name, callsites, classes, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.inputs import MOST_HEAD_DIM
 from onepass.swapping.plan import Plan
 from onepass.swapping.report import grouped
 from onepass.swapping.restored import ATTACHED
@@ -37,7 +38,7 @@ _ENCODER_LAYERS = (
 )
 _ATTENTION_CALLS = (
     "calls of F.scaled_dot_product_attention with nested or distributed tensors, a CausalBias, or "
-    f"a head_dim above {classes.MOST_HEAD_DIM} run torch's"
+    f"a head_dim above {MOST_HEAD_DIM} run torch's"
 )
 _REDIRECTION = (
     "in forwards whose calls of F.scaled_dot_product_attention are redirected, each torch function "

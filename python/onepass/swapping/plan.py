@@ -257,8 +257,8 @@ class Plan:
         if forward is classes.Calls:
             before = self.classes[-1] if self.classes else None
             before = before.cls._onepass_spec if before and before.module is module else ()
-            spec = _sorted(*before, match.call or match.kind)
-            if self.lazy_logits and match.call == "loss_function" and not reason:
+            spec = _sorted(*before, *(match.calls or (match.kind,)))
+            if self.lazy_logits and "loss_function" in match.calls and not reason:
                 spec = _sorted(*spec, *self._head(module))
         if reason and forced and match.forceable:
             reason = matchers.obstacle_to(module, match.kind)

@@ -68,6 +68,11 @@ class Reason(enum.Enum):
     OWN_SA_BLOCK = "its class overrides _sa_block, which gets masks in torch's form"
     OWN_FORWARD = "a subclass with a forward of its own"
     NO_CALLS = "calls no F.scaled_dot_product_attention itself; modules in it are looked at alone"
+    BY_HAND = "computes attention by hand, and runs as it was written: {}"
+    BY_HAND_ELSEWHERE = (
+        "softmax(q k^T) v by hand, which is left as it is on {}; calls of "
+        "F.scaled_dot_product_attention are taken there"
+    )
     AS_FAST = "torch is as fast here in {}"
     BUFFERS = "keeps buffers: {}"
     KEEPS_TENSOR = "keeps a tensor in its attribute {!r}"

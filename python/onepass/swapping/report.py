@@ -58,18 +58,36 @@ class Report:
         self._named: list[Edit] = []  # of the configs by which modules take attention by name
         self._earlier: set[str] = set()  # names of modules that ran on onepass before this call
 
+    def _complete(self) -> list[str]:
+        """Moves modules whose own attention turned out to be no `softmax(q k^T) v` to the skipped
+        ones; returns notes on those whose is not known yet."""
+        from onepass.swapping import by_hand
+
+        left, waiting = by_hand.found(self._model, self._changes)
+        for entry in [entry for entry in self.swapped if entry["name"] in left]:
+            if entry["kind"] == "attention":
+                self.swapped.remove(entry)
+                reason = left[entry["name"]]
+                self.skipped.append(
+                    {"name": entry["name"], "type": entry["from"], "reason": reason}
+                )
+        names = ", ".join(grouped(waiting))
+        return [by_hand.NOTE.format(names=names)] if waiting else []
+
     def to_dict(self) -> dict[str, list]:
         """The lists as plain JSON-able data."""
+        notes = self._complete()
         return {
             "swapped": [dict(entry) for entry in self.swapped],
             "skipped": [dict(entry) for entry in self.skipped],
             "unknown": [dict(entry) for entry in self.unknown],
-            "notes": list(self.notes),
+            "notes": self.notes + notes,
         }
 
     def summary(self) -> str:
         """One line for a log: the number of swapped modules by kind, and the skipped candidates
         with reasons."""
+        self._complete()
         kinds = collections.Counter(entry["kind"] for entry in self.swapped)
         swapped = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
         parts = [self._counts() + (f" ({swapped})" if swapped else "")]
@@ -114,16 +132,18 @@ class Report:
         return verify(self, batch, loss_fn)
 
     def __str__(self) -> str:
+        notes = self.notes + self._complete()
         lines = [f"{self._counts()}, {len(self.skipped)} skipped, {len(self.unknown)} unknown"]
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
             if found:
                 lines += ["", *table(section, columns, found)]
-        return "\n".join(lines + listed(self.notes))
+        return "\n".join(lines + listed(notes))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        notes = self.notes + self._complete()
         parts = [f"<b>{html.escape(str(self).splitlines()[0])}</b>"]
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
@@ -131,9 +151,9 @@ class Report:
                 head = _html_row("th", columns, columns)
                 body = "".join(_html_row("td", columns, map(html.escape, row)) for row in found)
                 parts.append(f"<table><caption>{section}</caption>{head}{body}</table>")
-        if self.notes:
-            notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-            parts.append(f"<ul>{notes}</ul>")
+        if notes:
+            items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+            parts.append(f"<ul>{items}</ul>")
         return "\n".join(parts)
 
     def _rows(self, section: str) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from onepass._ops.differentiation import is_differentiated
 from onepass.functional._internal import masked_attention
 from onepass.functional.attention import _is_autocast, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache
-from onepass.swapping.classes import attend_visibly
+from onepass.swapping.redirection import attend_visibly
 
 NAME = "onepass"
 

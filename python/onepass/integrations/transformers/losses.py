@@ -14,7 +14,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from onepass.functional._internal import cross_entropy_gains, cross_entropy_in_float32
 from onepass.integrations.transformers import lazy_logits
 from onepass.swapping.changes import ABSENT, Edit
-from onepass.swapping.classes import Swapped, is_swapped, with_redirected_loss
+from onepass.swapping.classes import Swapped, is_swapped
+from onepass.swapping.redirection import with_redirected_loss
 from onepass.swapping.restored import ATTACHED, without
 from onepass.swapping.walk import Choice, walk
 

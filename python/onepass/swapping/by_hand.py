@@ -1,0 +1,362 @@
+"""Attention written by hand, `softmax(q @ k.T) @ v`, as one call of onepass's.
+
+The forward runs as it was written, on scores without data (:mod:`onepass.swapping.scores`), until
+probabilities meet values. What was recorded then becomes one call of attention, after a proof: some
+rows of that very call, computed both ways and in float64, outputs and gradients. A class is proven
+once for each list of recorded functions. A module whose scores are read by other code, or whose
+proof fails, runs its own forward from then on; `fate` tells why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
+
+from onepass import numerics
+from onepass._ops import small_calls, tracing
+from onepass._ops.differentiation import are_transforms_active
+from onepass.functional._internal import masked_attention
+from onepass.functional.attention import scaled_dot_product_attention
+from onepass.swapping import probe, recorded  # noqa: F401 fills the table of Scores
+from onepass.swapping.inputs import MOST_HEAD_DIM
+from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.report import Change
+from onepass.swapping.scores import Form, Recorder, Scores, Term
+
+NOTE = (
+    "{names}: softmax(q k^T) v by hand, if it runs, becomes one call of attention once its first "
+    "call has proven that; print the report again after it"
+)
+_UNHOOKED = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+_ROWS = 16  # of each sequence, in a proof
+_MOST_SCORES = 1 << 22  # in a proof, of which there are then fewer rows
+_DRAWS = 2
+_MOST_IDLE = 2  # runs in which products, but no attention, were found
+
+
+def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
+    """Whether nothing of this call of a forward is recorded."""
+    if torch.compiler.is_compiling() or tracing.is_tracing():
+        return True
+    if forward_ad._current_level >= 0 or are_transforms_active():
+        return True
+    return bool(fate(module).reason) or small_calls.attention_by_hand_is_small(module, args)
+
+
+def found(
+    model: nn.Module | None, changes: Iterable[Change]
+) -> tuple[dict[str, Because], list[str]]:
+    """(modules of a report that compute nothing else by hand than what is left alone, with the
+    reason; names of those that have not run yet)."""
+    left, waiting = {}, []
+    names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+    for module, _, swapped, _ in changes:
+        calls = getattr(swapped, "_onepass_spec", ())
+        if "attention_by_hand" not in calls or id(module) not in names:
+            continue
+        found = fate(module)
+        if found.reason and not found.taken and "attention" not in calls:
+            left[names[id(module)]] = Reason.BY_HAND.because(found.reason)
+        elif not found.reason and not found.taken:
+            waiting.append(names[id(module)])
+    return left, waiting
+
+
+class Fate:
+    """What became of a module's attention: taken how often, or left alone for a reason."""
+
+    def __init__(self):
+        self.taken = self.idle = 0
+        self.reason = ""
+
+
+_FATES: WeakKeyDictionary[nn.Module, Fate] = WeakKeyDictionary()
+_PROVEN: WeakKeyDictionary[type, dict[tuple, str]] = WeakKeyDictionary()
+
+
+def fate(module: nn.Module) -> Fate:
+    if module not in _FATES:
+        _FATES[module] = Fate()
+    return _FATES[module]
+
+
+def must_be_tried(module: nn.Module) -> bool:
+    """Whether a checkpoint, or another hook on saved tensors, sees a module's first call: the call
+    must save the same as later ones."""
+    if not torch.is_grad_enabled() or fate(module).taken or fate(module).reason:
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """A call of the forward whose result is dropped."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        yield
+
+
+class Hand(Recorder):
+    """Records one run of a module's forward, and decides on its attention."""
+
+    def __init__(self, module: nn.Module, attend: Callable):
+        super().__init__(self._attend)
+        self._module, self._run = module, attend
+
+    def _attend(self, scores: Scores, value: Tensor) -> Tensor | None:
+        call = _call_of(scores.form, value)
+        if isinstance(call, str):
+            self._leave(call)
+            return None
+        proven = _PROVEN.setdefault(type(self._module), {})
+        key = _signature(scores.form, value)
+        if key not in proven:
+            proven[key] = _proof(scores.form, value)
+        if proven[key]:
+            self._leave(proven[key])
+            return None
+        output = call.run(scores.form.dropout_p, self._run)
+        return output.reshape(*scores.form.lead, *output.shape[-2:])
+
+    def _leave(self, reason: str) -> None:
+        fate(self._module).reason = reason
+
+    def finish(self) -> None:
+        """At the end of the forward."""
+        found = fate(self._module)
+        if self.reader and not found.reason:
+            found.reason = f"its scores are read by {self.reader}"
+        found.taken += self.taken
+        found.idle = found.idle + 1 if self.made and not self.taken else 0
+        if found.idle >= _MOST_IDLE and not found.reason:
+            found.reason = "none of its products are softmax(q k^T) v"
+
+
+def hand(module: nn.Module, attend: Callable) -> Hand | None:
+    """A recorder for one run; None if the module is left alone."""
+    return None if fate(module).reason else Hand(module, attend)
+
+
+class _Call(NamedTuple):
+    """A call of attention; all tensors have four dimensions."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    mask: Tensor | None  # True where a query attends
+    is_causal: bool
+    scale: float
+    options: tuple[tuple[str, float], ...]
+
+    def run(self, dropout_p: float, attend: Callable) -> Tensor:
+        """`attend`: a function with the arguments of `scaled_dot_product_attention`."""
+        query, key, value, bias, mask, is_causal, scale, options = self
+        if bias is not None and mask is not None:
+            return masked_attention(
+                query, key, value, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal,
+                scale=scale,
+            )  # fmt: skip
+        term = mask if bias is None else bias
+        return attend(query, key, value, term, dropout_p, is_causal, scale, **dict(options))
+
+
+def _call_of(form: Form, value: Tensor) -> _Call | str:
+    """The call that computes a form, or why there is none."""
+    if form.is_tanh:
+        return "its tanh is followed by no factor"
+    leads = [term.lead for term in (*form.terms, *form.blocked)]
+    own = torch.broadcast_shapes(form.query.shape[:-2], form.key.shape[:-2])
+    lead = max((tuple(own), form.lead, *leads), key=len)
+    query, key = (_led(t, own, lead) for t in (form.query, form.key))
+    if torch.broadcast_shapes(value.shape[:-2], form.lead) != form.lead:
+        return "its values have more dimensions than its scores"
+    value = _led(value, form.lead, lead)
+    if max(query.shape[-1], value.shape[-1]) > MOST_HEAD_DIM:
+        return f"its head_dim is above {MOST_HEAD_DIM}"
+    if not query.shape[-2] or not key.shape[-2] or key.shape[-2] != value.shape[-2]:
+        return "it has no queries or keys"
+    dtype = torch.promote_types(query.dtype, value.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    bias = None
+    for term in form.terms:
+        term = _aligned(term, lead)
+        bias = term if bias is None else bias + term
+    blocked, is_causal = None, False
+    for term in form.blocked:
+        term = _aligned(term, lead)
+        if _is_future(term, query.shape[2], key.shape[2]):
+            is_causal = True
+        else:
+            blocked = term if blocked is None else blocked | term
+    if blocked is not None and _may_block_all(blocked, is_causal, query.shape[2]):
+        return "a query of its may attend to no key"
+    if bias is not None and blocked is not None and form.options:
+        return f"it has a {form.options[0][0]} and two kinds of masks"
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.float()
+    mask = None if blocked is None else ~blocked
+    return _Call(query, key, value, bias, mask, is_causal, form.scale, form.options)
+
+
+def _led(tensor: Tensor, own: tuple[int, ...], lead: tuple[int, ...]) -> Tensor:
+    """(*own, rows, columns), or what broadcasts to it, as (batch, heads, rows, columns)."""
+    size = tensor.shape[-2:]
+    if tuple(own) != tuple(lead):
+        tensor = tensor.expand(*own, *size).reshape(*lead, *size)
+    if len(lead) == 1:
+        return tensor.expand(*lead, *size).unsqueeze(1)
+    if len(lead) == 2:
+        return tensor[(None,) * (4 - tensor.dim())].expand(lead[0], -1, *size)
+    return tensor.expand(*lead, *size).flatten(0, -4)
+
+
+def _aligned(term: Term, lead: tuple[int, ...]) -> Tensor:
+    """A term with four dimensions, each of which may be 1."""
+    tensor, own, _ = term
+    tensor = tensor[(None,) * (len(own) + 2 - tensor.dim())]
+    sizes, size = tensor.shape[:-2], tensor.shape[-2:]
+    if sizes.numel() == 1:
+        return tensor.reshape(1, 1, *size)
+    if own == lead and len(lead) == 2:
+        return tensor
+    if own == lead and sizes[:-1].numel() == 1 and len(lead) > 1:
+        return tensor.reshape(1, sizes[-1], *size)
+    return _led(tensor.expand(*own, *size), own, lead)
+
+
+def _future(seq_q: int, seq_k: int) -> Tensor:
+    """True for keys after a query's own position."""
+    keys, queries = (torch.arange(n, device="cpu") for n in (seq_k, seq_q))
+    return keys > queries.unsqueeze(1)
+
+
+def _is_future(blocked: Tensor, seq_q: int, seq_k: int) -> bool:
+    """Whether exactly the keys after each query's own position are blocked."""
+    if blocked.shape != (1, 1, seq_q, seq_k):
+        return False
+    return torch.equal(blocked[0, 0], _future(seq_q, seq_k))
+
+
+def _may_block_all(blocked: Tensor, is_causal: bool, seq_q: int) -> bool:
+    if is_causal and blocked.shape[-2] == 1:
+        return bool(blocked[..., 0].any())  # the first query has the first key alone
+    if is_causal:
+        blocked = blocked | _future(seq_q, blocked.shape[-1])
+    return bool(blocked.all(-1).any())
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+
+def _signature(form: Form, value: Tensor) -> tuple:
+    """What a proof is of."""
+    steps = tuple(
+        (step.function.__name__, step.kind, *(_kind(x) for x in step.args)) for step in form.steps
+    )
+    return steps, form.query.dtype, value.dtype, len(form.lead), form.query.dim(), value.dim()
+
+
+def _kind(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.dim(), tuple(size == 1 for size in argument.shape)
+    return type(argument)
+
+
+def _proof(form: Form, value: Tensor) -> str:
+    """Empty if some rows are the same both ways, by the rule of `onepass.numerics`; or why not."""
+    seq_q, keys = form.query.shape[-2], math.prod((*form.lead, form.key.shape[-2]))
+    count = max(1, min(_ROWS, seq_q, _MOST_SCORES // keys))
+    # Hooks of its own: those of a checkpoint around the call count what is saved.
+    with probe.isolated(), _UNHOOKED, torch._C.DisableTorchFunction():
+        rows = torch.linspace(0, seq_q - 1, count, device="cpu").long()
+        form = _of_rows(form, rows)
+        random = torch.Generator("cpu").manual_seed(7)
+        draws = []
+        for _ in range(_DRAWS):
+            size = (*form.lead, count, value.shape[-1])
+            upstream = torch.randn(size, generator=random, device="cpu")
+            qkv = form.query, form.key, value
+            exact = [tensor.double() for tensor in qkv]
+            draws.append(
+                (
+                    _outcome(_as_one_call, form, qkv, upstream),
+                    _outcome(_as_written, _in_double(form), exact, upstream),
+                    _outcome(_as_written, form, qkv, upstream),
+                )
+            )
+        for number, name in enumerate(("output", "dq", "dk", "dv")):
+            parts = ([results[number] for results in ways] for ways in zip(*draws, strict=True))
+            verdict = numerics.compare(*parts)
+            if not verdict.ok:
+                return f"its {name} differs from that of one call of attention: {verdict.text}"
+    return ""
+
+
+def _outcome(run: Callable, form: Form, qkv, upstream: Tensor) -> list[Tensor]:
+    """The output, and the gradients of query, key and value."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in qkv]
+    output = run(replace(form, query=leaves[0], key=leaves[1]), leaves[2])
+    gradients = torch.autograd.grad(output, leaves, upstream.to(output.dtype))
+    return [output.detach(), *gradients]
+
+
+def _as_one_call(form: Form, value: Tensor) -> Tensor:
+    output = _call_of(form, value).run(0.0, scaled_dot_product_attention)
+    return output.reshape(*form.lead, *output.shape[-2:])
+
+
+def _as_written(form: Form, value: Tensor) -> Tensor:
+    scores = form.multiply(form.query, form.key)
+    for step in form.steps:
+        if step.kind == "view":
+            scores = scores.reshape(*step.lead, *scores.shape[-2:])
+        elif step.kind != "dropout":
+            scores = step(scores)
+    return torch.matmul(scores.to(value.dtype), value)
+
+
+def _of_rows(form: Form, rows: Tensor) -> Form:
+    """The form of some queries alone."""
+    seq_q = form.query.shape[-2]
+
+    def chosen(leaf: object) -> object:
+        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[-2] == seq_q:
+            return leaf.detach().index_select(-2, rows)
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    def of_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+        return tuple(Term.of(chosen(term.tensor), term.lead) for term in terms)
+
+    return replace(
+        form,
+        query=chosen(form.query),
+        terms=of_terms(form.terms),
+        blocked=of_terms(form.blocked),
+        steps=tuple(step._replace(args=tree_map(chosen, step.args)) for step in form.steps),
+    )
+
+
+def _in_double(form: Form) -> Form:
+    """The form in float64: its casts change nothing."""
+
+    def exact(leaf: object) -> object:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf
+
+    steps = [
+        step._replace(args=tree_map(exact, step.args), kwargs=dict(step.kwargs) | {"dtype": None})
+        if "dtype" in step.kwargs
+        else step._replace(args=tree_map(exact, step.args))
+        for step in form.steps
+        if step.kind != "cast"
+    ]
+    return replace(form, steps=tuple(steps))

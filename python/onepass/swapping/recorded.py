@@ -1,0 +1,276 @@
+"""The calls of torch that are recorded on `Scores`, and what they mean to attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from onepass.swapping.factors import PRODUCTS
+from onepass.swapping.scores import SCORES, Form, Scores, Step, Term, dtype_after
+
+# The largest number that a score is set to where a key is blocked; a larger one is no mask.
+LEAST_BLOCKING = -1e4
+
+
+def _next(
+    scores: Scores, form: Form, step: Step, *, dtype=None, size=None, is_written: bool = False
+) -> Scores:
+    """Scores after a step; with `is_written` the same object."""
+    form = replace(form, steps=(*scores.form.steps, step))
+    size, dtype = scores.shape if size is None else size, dtype or scores.dtype
+    made = Scores.of(form, size, dtype, scores.recorder, scores)
+    if not is_written:
+        scores.is_shared = True
+        return made
+    # The old state moves to an object of its own, which the new one follows.
+    made.form, made.before = scores.form, scores.before
+    scores.form, scores.before = form, made
+    return scores
+
+
+def _number(value: object) -> float | None:
+    """The value of a number, or of a tensor that is one and needs no gradient."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is Tensor and value.numel() == 1 and value.is_cpu:
+        return None if value.requires_grad else float(value)
+    return None
+
+
+def _fits(tensor: object, scores: Scores) -> bool:
+    """Whether a tensor broadcasts to scores without making them larger."""
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    if not tensor.is_cpu or tensor.dim() > scores.dim():
+        return False
+    wanted = scores.shape[scores.dim() - tensor.dim() :]
+    return all(size in (1, of) for size, of in zip(tensor.shape, wanted, strict=True))
+
+
+def _is_open(scores: object) -> bool:
+    """Whether scores may be followed: not in the forward of an autograd.Function, whose backward
+    would be lost."""
+    if not isinstance(scores, Scores) or scores.numbers is not None:
+        return False
+    return scores.recorder.has_gradients is torch.is_grad_enabled()
+
+
+def _writes(function: Callable) -> bool:
+    name = function.__name__
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _recorded(take: Callable) -> Callable:
+    """A handler of calls whose first argument is scores: take(form, scores, *args) gives the new
+    form, or None; `function` may write into the scores."""
+
+    def record(function, scores, *args, **kwargs):
+        if not _is_open(scores):
+            return None
+        is_written = _writes(function)
+        if is_written and scores.is_shared:
+            return None
+        form = take(scores.form, scores, *args, **kwargs)
+        if form is None:
+            return None
+        dtype = scores.dtype
+        tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
+        if take in (_add, _subtract) and tensors and not is_written:
+            dtype = torch.promote_types(dtype, tensors[0].dtype)
+        step = Step(function, (SCORES, *args), kwargs)
+        return _next(scores, form, step, dtype=dtype, is_written=is_written)
+
+    return record
+
+
+def _reflected(take: Callable) -> Callable:
+    """The same for functions of two arguments that commute, with the scores in either place."""
+    direct = _recorded(take)
+
+    def record(function, left, right, **kwargs):
+        if isinstance(left, Scores):
+            return None if isinstance(right, Scores) else direct(function, left, right, **kwargs)
+        if kwargs or not _is_open(right) or _writes(function):
+            return None
+
+        def swapped(x, y):
+            return function(y, x)
+
+        swapped.__name__ = function.__name__
+        return direct(swapped, right, left)
+
+    return record
+
+
+def _multiply(form: Form, scores: Scores, other) -> Form | None:
+    number = _number(other)
+    if number is None or form.is_softmax or not math.isfinite(number):
+        return None
+    if form.is_tanh:
+        if not number > 0:
+            return None
+        options = (*form.options, ("softcap", number))
+        return replace(form, is_tanh=False, options=options, scale=number * form.scale)
+    if form.options or form.terms or (form.blocked and form.least > -math.inf) or number == 0:
+        return None
+    if form.blocked and number < 0:
+        return None
+    return replace(form, scale=form.scale * number)
+
+
+def _divide(form: Form, scores: Scores, other, *, rounding_mode=None) -> Form | None:
+    number = _number(other)
+    if not number or rounding_mode is not None:
+        return None
+    return _multiply(form, scores, 1.0 / number)
+
+
+def _add(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
+    if form.is_softmax or form.is_tanh or alpha != 1 or not _fits(other, scores):
+        return None
+    if not other.is_floating_point() or other.dtype is torch.float64:
+        return None
+    return replace(form, terms=(*form.terms, Term.of(other, form.lead)))
+
+
+def _subtract(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
+    added = _add(form, scores, other, alpha=alpha)
+    return added and replace(added, terms=(*form.terms, Term.of(-other, form.lead)))
+
+
+def _fill(form: Form, scores: Scores, mask, value) -> Form | None:
+    number = _number(value)
+    if form.is_softmax or form.is_tanh or number is None or not number <= LEAST_BLOCKING:
+        return None
+    if not _fits(mask, scores) or mask.dtype is not torch.bool:
+        return None
+    least = max(form.least, number)
+    return replace(form, blocked=(*form.blocked, Term.of(mask, form.lead)), least=least)
+
+
+def _where(function, condition, kept, other, **kwargs):
+    """`torch.where` with the scores kept where the condition is True, or where it is False."""
+    if kwargs or not isinstance(condition, Tensor) or condition.dtype is not torch.bool:
+        return None
+    for scores, value, mask in ((kept, other, ~condition), (other, kept, condition)):
+        if _is_open(scores) and not isinstance(value, Scores):
+            form = _fill(scores.form, scores, mask, value)
+            args = (condition, *((SCORES, other) if scores is kept else (kept, SCORES)))
+            return form and _next(scores, form, Step(function, args, {}))
+    return None
+
+
+def _tanh(form: Form, scores: Scores) -> Form | None:
+    if form.is_softmax or form.is_tanh or form.options or form.terms or form.blocked:
+        return None
+    return replace(form, is_tanh=True)
+
+
+def _softmax(function, scores, dim=None, _stacklevel=3, dtype=None):
+    if not _is_open(scores) or scores.form.is_softmax or scores.form.is_tanh:
+        return None
+    if dim is None or dim % scores.dim() != scores.dim() - 1 or dtype is torch.float64:
+        return None
+    given = {} if dtype is None else {"dtype": dtype}
+    dtype = dtype or dtype_after(torch.softmax, scores.dtype)
+    step = Step(torch.softmax, (SCORES, -1), given)
+    return _next(scores, replace(scores.form, is_softmax=True), step, dtype=dtype)
+
+
+def _dropout(function, scores, p=0.5, training=True, inplace=False):
+    if not _is_open(scores) or not scores.form.is_softmax:
+        return None
+    if not training or p == 0.0:
+        return scores
+    if inplace or scores.form.dropout_p or not isinstance(p, float) or not 0.0 < p < 1.0:
+        return None
+    form = replace(scores.form, dropout_p=p)
+    return _next(scores, form, Step(F.dropout, (SCORES, p, True), {}, "dropout"))
+
+
+def _cast(function, scores, *args, **kwargs):
+    """To another floating dtype; calls with other arguments (a device, an order) are not taken."""
+    if not _is_open(scores) or kwargs:
+        return None
+    args = pytree.tree_map_only(
+        Scores, lambda like: torch.empty((), dtype=like.dtype, device="cpu"), args
+    )
+    with torch._C.DisableTorchFunction():
+        sample = function(torch.ones((), dtype=scores.dtype, device="cpu"), *args)
+    if not isinstance(sample, Tensor) or not sample.is_cpu or not sample.is_floating_point():
+        return None
+    if sample.dtype is torch.float64:
+        return None
+    if sample.dtype is scores.dtype:
+        return scores
+    step = Step(function, (SCORES, *args), {}, "cast")
+    return _next(scores, scores.form, step, dtype=sample.dtype)
+
+
+def _same(function, scores, *args, **kwargs):
+    return scores if _is_open(scores) and not args and not kwargs else None
+
+
+def _view(function, scores, *args, **kwargs):
+    """Other leading dimensions."""
+    if not _is_open(scores):
+        return None
+    with torch._C.DisableTorchFunction():
+        size = function(torch.empty(scores.shape, device="meta"), *args, **kwargs).shape
+    if len(size) < 3 or size[-2:] != scores.shape[-2:]:
+        return None
+    form = replace(scores.form, lead=tuple(size[:-2]))
+    step = Step(function, (SCORES, *args), kwargs, "view", form.lead)
+    viewed = _next(scores, form, step, size=size)
+    viewed.is_shared = True
+    return viewed
+
+
+def _product(function, *args, **kwargs):
+    scores = next(x for x in pytree.tree_leaves(args) if isinstance(x, Scores))
+    return scores.recorder.product(function, args, kwargs)
+
+
+def _all(names: str) -> list[Callable]:
+    """Methods of Tensor and functions of torch with these names."""
+    return [
+        function
+        for name in names.split()
+        for owner in (torch, Tensor)
+        if (function := getattr(owner, name, None)) is not None
+    ]
+
+
+_HANDLERS = (
+    ("mul multiply mul_ multiply_ __mul__ __rmul__ __imul__", _reflected(_multiply)),
+    ("div divide div_ divide_ true_divide __truediv__ __itruediv__", _recorded(_divide)),
+    ("add add_ __add__ __radd__ __iadd__", _reflected(_add)),
+    ("sub subtract sub_ __sub__ __isub__", _recorded(_subtract)),
+    ("masked_fill masked_fill_", _recorded(_fill)),
+    ("where", _where),
+    ("tanh tanh_", _recorded(_tanh)),
+    ("softmax", _softmax),
+    ("dropout", _dropout),
+    ("to type type_as float half bfloat16", _cast),
+    ("contiguous", _same),
+    ("view reshape unflatten flatten unsqueeze squeeze", _view),
+)
+for _names, _handler in _HANDLERS:
+    Scores.recorded |= dict.fromkeys(_all(_names), _handler)
+Scores.recorded |= {F.softmax: _softmax, F.dropout: _dropout, **dict.fromkeys(PRODUCTS, _product)}
+_PROPERTIES = (
+    "shape dtype device ndim layout is_cpu is_cuda is_mps is_meta is_sparse is_nested is_quantized "
+    "requires_grad is_leaf"
+)
+_METHODS = (
+    "size dim ndimension numel nelement is_floating_point is_complex is_contiguous element_size "
+    "__len__ get_device is_inference"
+)
+Scores.metadata |= {getattr(Tensor, name).__get__ for name in _PROPERTIES.split()}
+Scores.metadata.update(_all(_METHODS))

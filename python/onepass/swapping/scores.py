@@ -1,0 +1,270 @@
+"""Scores of attention written by hand, `softmax(scale * q @ k.T + mask) @ v`, without their matrix.
+
+While a swapped forward runs, the product of two activations is a `Scores`: a tensor with shape and
+dtype but no data, which remembers its factors. Scaling, masks, softmax, dropout, casts and views
+are recorded on it. The product with values is then one call of attention
+(:mod:`onepass.swapping.by_hand`). Whatever else touches a `Scores` gets real numbers: the recorded
+calls are made then, as they were written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onepass.swapping.factors import factors_of
+
+SCORES = object()  # the place of the scores among recorded arguments
+
+
+class Step(NamedTuple):
+    """A recorded call; `kind`: "cast", "view" or "dropout", which a proof treats otherwise."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+    kind: str = ""
+    lead: tuple[int, ...] = ()  # the leading sizes after a view
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: scores if leaf is SCORES else leaf, (self.args, self.kwargs)
+        )
+        return self.function(*args, **kwargs)
+
+
+class Term(NamedTuple):
+    """A tensor that broadcasts to scores whose leading sizes are `lead`."""
+
+    tensor: Tensor
+    lead: tuple[int, ...]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, lead: tuple[int, ...]) -> Term:
+        return cls(tensor, lead, _version(tensor))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the recorded calls compute, in attention's own terms.
+
+    Attributes:
+        query: (*lead, seq_q, head_dim).
+        key: the same with seq_k rows.
+        multiply: the product as it was written, of query and key.
+        terms: added to the scores.
+        blocked: True where a query may not attend to a key.
+        least: the largest number that blocked scores are set to.
+    """
+
+    query: Tensor
+    key: Tensor
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    lead: tuple[int, ...]
+    versions: tuple[int, int]
+    scale: float = 1.0
+    is_tanh: bool = False  # until a factor follows
+    options: tuple[tuple[str, float], ...] = ()  # by their names in attention
+    terms: tuple[Term, ...] = ()
+    blocked: tuple[Term, ...] = ()
+    least: float = -math.inf
+    is_softmax: bool = False
+    dropout_p: float = 0.0
+    steps: tuple[Step, ...] = ()
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, multiply: Callable) -> Form:
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        return cls(query, key, multiply, tuple(lead), (_version(query), _version(key)))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a tensor was written after it was recorded."""
+        terms = (*self.terms, *self.blocked)
+        versions = *self.versions, *(term.version for term in terms)
+        tensors = self.query, self.key, *(term.tensor for term in terms)
+        if tuple(map(_version, tensors)) != versions:
+            raise RuntimeError(
+                "swap: query, key and masks of attention by hand must not be written before its "
+                "scores are read, got a write; onepass.swap(model, exclude=...) leaves the module "
+                "as it is"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Deferred(torch.autograd.Function):
+    """Gives scores `requires_grad`; code that Python cannot follow must not lose gradients."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, size: torch.Size, dtype: torch.dtype) -> Scores:
+        return Scores(size, dtype, query.device)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError(
+            "swap: scores of attention by hand must be used by torch's functions, got an "
+            "autograd.Function or compiled code; onepass.swap(model, exclude=...) leaves the "
+            "module as it is"
+        )
+
+
+class Scores(Tensor):
+    """Scores, or probabilities after a softmax, that are computed where they are read."""
+
+    recorded: ClassVar[dict[Callable, Callable]] = {}  # of :mod:`onepass.swapping.recorded`
+    metadata: ClassVar[set[Callable]] = set()  # functions that read no number
+
+    form: Form
+    recorder: Recorder
+    before: Scores | None  # what the last step was applied to
+    is_shared: bool  # a view, or followed by other scores: a write would have to reach both
+    numbers: Tensor | None
+
+    @staticmethod
+    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Scores:
+        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+
+    @classmethod
+    def of(cls, form: Form, size, dtype: torch.dtype, recorder: Recorder, before=None) -> Scores:
+        query, key = form.query, form.key
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            made = _Deferred.apply(query, key, size, dtype)
+        else:
+            made = Scores(size, dtype, query.device)
+        made.form, made.recorder, made.before = form, recorder, before
+        made.is_shared, made.numbers = False, None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in cls.metadata:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        record = cls.recorded.get(function)
+        if record is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = record(function, *args, **kwargs)
+            if result is not None:
+                return result
+        args, kwargs = pytree.tree_map_only(Scores, _read_by(function), (args, kwargs))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(Scores, _read_by(function), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def compute(self) -> Tensor:
+        """Their real numbers: the recorded calls, as they were written."""
+        if self.numbers is not None:
+            return self.numbers
+        if self.before is None:
+            self.form.check_unchanged()
+            with self.recorder.as_recorded():
+                self.numbers = self.form.multiply(self.form.query, self.form.key)
+        else:
+            before = self.before.compute()
+            with self.recorder.as_recorded():
+                self.numbers = self.form.steps[-1](before)
+        return self.numbers
+
+
+def _read_by(function: Callable) -> Callable[[Scores], Tensor]:
+    def read(scores: Scores) -> Tensor:
+        scores.recorder.was_read(scores, getattr(function, "__name__", str(function)))
+        return scores.compute()
+
+    return read
+
+
+class Recorder:
+    """The scores of one run of a forward.
+
+    Args:
+        attend: takes probabilities and values, and returns their product by one call of
+            attention, or None.
+    """
+
+    def __init__(self, attend: Callable[[Scores, Tensor], Tensor | None]):
+        self.attend = attend
+        self.made = self.taken = 0
+        self.reader = ""  # the first function that needed real numbers, before attention was called
+        self.has_gradients = torch.is_grad_enabled()
+        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+        """Scores for a product of two activations, attention's result for one of probabilities and
+        values; None for other products."""
+        takes_values = any(isinstance(x, Scores) for x in pytree.tree_leaves(args))
+        factors = factors_of(function, args, kwargs, takes_values)
+        if factors is None:
+            return None
+        left, right = factors.left, factors.right
+        if isinstance(left, Scores):
+            if left.numbers is not None or not left.form.is_softmax or not _is_activation(right):
+                return None
+            left.form.check_unchanged()
+            output = self.attend(left, factors.value())
+            if output is None:
+                return None
+            self.taken += 1
+            return factors.arranged(output)
+        if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
+            return None
+        if not factors.is_outer:
+            return None
+        query, key = factors.query_key()
+        self.made += 1
+        form = Form.of(query, key, factors.multiply)
+        size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
+        return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
+
+    def was_read(self, scores: Scores, function: str) -> None:
+        if not self.taken and not self.reader and (scores.form.steps or scores.form.is_softmax):
+            self.reader = function
+
+    @contextmanager
+    def as_recorded(self) -> Iterator[None]:
+        """The modes in which the forward ran, without torch functions' overrides."""
+        enabled, dtype = self._autocast
+        with (
+            torch._C.DisableTorchFunction(),
+            torch.set_grad_enabled(self.has_gradients),
+            torch.autocast("cpu", dtype=dtype, enabled=enabled),
+        ):
+            yield
+
+
+def _is_activation(tensor: object) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.dim() >= 3
+        and tensor.is_floating_point()
+        and tensor.dtype is not torch.float64
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_under(autocast, function, *dtypes: torch.dtype) -> torch.dtype:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        ones = [torch.ones(1, 1, dtype=dtype, device="cpu") for dtype in dtypes]
+        return (function(*ones, -1) if function is torch.softmax else function(*ones)).dtype
+
+
+def dtype_after(function: Callable, *dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that a function gives, autocast included."""
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    return _dtype_under(autocast, function, *dtypes)

@@ -1,0 +1,332 @@
+"""Modules that compute attention by hand, in the ways that people write it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import einsum, nn
+
+WIDTH, HEADS, TOKENS = 16, 2, 12
+
+
+class Base(nn.Module):
+    """Projections; each class below writes its own `attend` of (batch, heads, tokens, dim)."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(p)
+        self.register_buffer("causal", torch.ones(64, 64, dtype=torch.bool).tril()[None, None])
+
+    def split(self, x):
+        batch, tokens, _ = x.shape
+        return self.qkv(x).view(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind()
+
+    def forward(self, x):
+        y = self.attend(*self.split(x))
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+class Shortest(Base):
+    def attend(self, q, k, v):
+        return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+class NanoGPT(Base):
+    def attend(self, q, k, v):
+        tokens = q.size(2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.causal[:, :, :tokens, :tokens] == 0, float("-inf"))
+        att = F.softmax(att, dim=-1)
+        return self.drop(att) @ v
+
+
+class OldGPT2(Base):
+    def attend(self, q, k, v):
+        weights = torch.matmul(q, k.transpose(-1, -2))
+        weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
+        least = torch.full([], torch.finfo(weights.dtype).min, dtype=weights.dtype)
+        tokens = q.shape[-2]
+        weights = torch.where(self.causal[..., :tokens, :tokens], weights.to(weights.dtype), least)
+        weights = nn.functional.softmax(weights, dim=-1).type(v.dtype)
+        return torch.matmul(self.drop(weights), v)
+
+
+class T5(Base):
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.relative = nn.Embedding(2 * TOKENS, HEADS)
+
+    def attend(self, q, k, v):
+        tokens = torch.arange(q.shape[2])
+        bias = self.relative(tokens[:, None] - tokens + TOKENS).permute(2, 0, 1).unsqueeze(0)
+        scores = torch.matmul(q, k.transpose(3, 2))
+        scores += bias
+        weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)
+        weights = nn.functional.dropout(weights, p=self.drop.p, training=self.training)
+        return torch.matmul(weights, v)
+
+
+class SoftmaxModule(Base):
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.softmax = nn.Softmax(dim=-1)
+
+    def attend(self, q, k, v):
+        return torch.matmul(self.drop(self.softmax(torch.matmul(q, k.mT) * 0.3)), v)
+
+
+class Timm(Base):
+    def attend(self, q, k, v):
+        attn = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        attn = attn.softmax(dim=-1)
+        return self.drop(attn) @ v
+
+
+class Einsum(Base):
+    def attend(self, q, k, v):
+        sim = einsum("b h i d, b h j d -> b h i j", q, k) * 0.4
+        return einsum("b h i j, b h j d -> b h i d", sim.softmax(-1), v)
+
+
+class EinsumOfTokensFirst(Base):
+    def attend(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        weights = torch.einsum("bihd,bjhd->bhij", [q, k]).div(2.0).softmax(dim=3)
+        return torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2)
+
+
+class OneKeyHead(Base):
+    def attend(self, q, k, v):
+        sim = einsum("b h i d, b j d -> b h i j", q, k[:, 0])
+        return einsum("b h i j, b j d -> b h i d", sim.softmax(-1), v[:, 0])
+
+
+class Bart(Base):
+    def attend(self, q, k, v):
+        batch, heads, tokens, dim = q.shape
+        q, k, v = (x.reshape(batch * heads, tokens, dim) for x in (q, k, v))
+        weights = torch.bmm(q * dim**-0.5, k.transpose(1, 2))
+        mask = torch.zeros(batch, 1, tokens, tokens, dtype=q.dtype)
+        mask = mask.masked_fill(~self.causal[..., :tokens, :tokens], torch.finfo(q.dtype).min)
+        weights = weights.view(batch, heads, tokens, tokens) + mask
+        weights = weights.view(batch * heads, tokens, tokens)
+        weights = nn.functional.softmax(weights, dim=-1)
+        weights = nn.functional.dropout(weights, p=self.drop.p, training=self.training)
+        return torch.bmm(weights, v).view(batch, heads, tokens, dim)
+
+
+class Swin(Base):
+    """The batch holds two windows of each image."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.relative = nn.Parameter(torch.randn(HEADS, TOKENS, TOKENS))
+
+    def attend(self, q, k, v):
+        windows, tokens = 2, q.shape[2]
+        attn = (q * 0.35) @ k.transpose(-2, -1)
+        attn = attn + self.relative.unsqueeze(0)
+        mask = torch.zeros(windows, tokens, tokens, dtype=attn.dtype)
+        mask[1, : tokens // 2, tokens // 2 :] = -100.0
+        attn = attn.view(-1, windows, HEADS, tokens, tokens) + mask.unsqueeze(1).unsqueeze(0)
+        attn = attn.view(-1, HEADS, tokens, tokens)
+        return self.drop(F.softmax(attn, -1)) @ v
+
+
+class Gemma2(Base):
+    def attend(self, q, k, v):
+        weights = torch.matmul(q, k.transpose(2, 3)) * 0.5
+        weights = weights / 3.0
+        weights = torch.tanh(weights)
+        weights = weights * 3.0
+        tokens = q.shape[2]
+        future = ~self.causal[..., :tokens, :tokens]
+        weights = weights + future.to(q.dtype) * torch.finfo(q.dtype).min
+        weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.matmul(weights, v)
+
+
+class Padded(Base):
+    def attend(self, q, k, v):
+        allowed = torch.ones(len(q), 1, 1, q.shape[2], dtype=torch.bool)
+        allowed[:, ..., -3:] = False
+        tokens = q.shape[2]
+        scores = (q @ k.mT).mul_(0.3)
+        scores = scores.masked_fill_(~(allowed & self.causal[..., :tokens, :tokens]), -1e9)
+        return scores.softmax(-1) @ v
+
+
+class PaddedTwice(Base):
+    def attend(self, q, k, v):
+        scores = 0.3 * (q @ k.mT)
+        padding = torch.zeros(len(q), 1, 1, q.shape[2], dtype=torch.bool)
+        padding[:, ..., -3:] = True
+        scores = scores.masked_fill(padding, -10000.0)
+        future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
+        scores.masked_fill_(future, -10000.0)
+        return scores.softmax(-1) @ v
+
+
+class Alibi(Base):
+    def attend(self, q, k, v):
+        tokens = torch.arange(q.shape[2])
+        slopes = torch.tensor([0.5, 0.25]).view(HEADS, 1, 1)
+        scores = q @ k.mT
+        scores = scores / 2
+        scores = scores - slopes * (tokens[:, None] - tokens).abs()
+        return scores.softmax(-1) @ v
+
+
+class Frames(Base):
+    """Five dimensions: the tokens are cut into frames."""
+
+    def attend(self, q, k, v):
+        q, k, v = (x.unflatten(2, (3, -1)).transpose(1, 2) for x in (q, k, v))
+        y = (q @ k.mT * 0.3).softmax(-1) @ v
+        return y.transpose(1, 2).flatten(2, 3)
+
+
+def attention(query, key, value, mask=None, dropout=None):
+    """The Annotated Transformer's function."""
+    scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(query.size(-1))
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    p_attn = scores.softmax(dim=-1)
+    if dropout is not None:
+        p_attn = dropout(p_attn)
+    return torch.matmul(p_attn, value), p_attn
+
+
+class Annotated(Base):
+    def attend(self, q, k, v):
+        tokens = q.shape[2]
+        y, self.attn = attention(q, k, v, self.causal[..., :tokens, :tokens], self.drop)
+        return y
+
+
+class TwoBranches(Base):
+    """nanoGPT's usual shape: torch's attention where there is one."""
+
+    flash = True
+
+    def attend(self, q, k, v):
+        if self.flash:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        tokens = q.shape[2]
+        att = (q @ k.mT) * q.shape[-1] ** -0.5
+        att = att.masked_fill(self.causal[..., :tokens, :tokens] == 0, -math.inf)
+        return att.softmax(-1) @ v
+
+
+TAKEN = [
+    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Einsum, EinsumOfTokensFirst, OneKeyHead,
+    Bart, Swin, Gemma2, Padded, PaddedTwice, Alibi, Frames, Annotated,
+]  # fmt: skip
+
+
+# ---- left alone ----------------------------------------------------------------------------------
+
+
+class Read(Base):
+    def attend(self, q, k, v):
+        att = (q @ k.mT).softmax(-1)
+        self.largest = att.max()
+        return att @ v
+
+
+class TopKeys(Base):
+    def attend(self, q, k, v):
+        scores = q @ k.mT * 0.3
+        least = scores.topk(4, dim=-1).values[..., -1:]
+        return scores.masked_fill(scores < least, -math.inf).softmax(-1) @ v
+
+
+class TalkingHeads(Base):
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.talk = nn.Conv2d(HEADS, HEADS, 1)
+
+    def attend(self, q, k, v):
+        return self.talk(q @ k.mT * 0.3).softmax(-1) @ v
+
+
+class Temperature(Base):
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def attend(self, q, k, v):
+        return (q @ k.mT * self.temperature).softmax(-1) @ v
+
+
+class OverQueries(Base):
+    def attend(self, q, k, v):
+        return (q @ k.mT * 0.3).softmax(-2) @ v
+
+
+class Renormalised(Base):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * 0.3).softmax(-1)
+        weights = weights / weights.sum(-2, keepdim=True)
+        return weights @ v
+
+
+class BiasThenScale(Base):
+    def attend(self, q, k, v):
+        tokens = torch.arange(q.shape[2], dtype=q.dtype)
+        return ((q @ k.mT + tokens) * 0.3).softmax(-1) @ v
+
+
+class WithoutKeys(Base):
+    def attend(self, q, k, v):
+        blocked = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+        blocked[3] = True
+        return (q @ k.mT * 0.3).masked_fill(blocked, -1e9).softmax(-1) @ v
+
+
+class Small(Base):
+    def attend(self, q, k, v):
+        blocked = ~self.causal[..., : q.shape[2], : q.shape[2]]
+        return (q @ k.mT * 0.3).masked_fill(blocked, -5.0).softmax(-1) @ v
+
+
+class LinearAttention(Base):
+    def attend(self, q, k, v):
+        return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+class Written(Base):
+    """Writes into a view of its scores."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * 0.3
+        scores.view(-1, *scores.shape[2:]).add_(1.0)
+        scores[..., 0] = -1.0
+        return scores.softmax(-1) @ v
+
+
+LEFT = [
+    Read, TopKeys, TalkingHeads, Temperature, OverQueries, Renormalised, BiasThenScale,
+    WithoutKeys, Small, LinearAttention, Written,
+]  # fmt: skip
+
+
+class Sparsemax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores):
+        ctx.save_for_backward(scores)
+        return scores.softmax(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class OwnSoftmax(Base):
+    def attend(self, q, k, v):
+        weights = Sparsemax.apply(q @ k.mT * 0.3)
+        return (weights + 0 * weights.softmax(-1)) @ v

@@ -1,0 +1,361 @@
+"""swap, kind "attention": softmax(q k^T) v that is written by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from random import Random as Rng
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import numerics
+from onepass.swapping.by_hand import fate
+from tests.swap import attention_by_hand as cases
+
+BY_HAND = [*cases.TAKEN, *cases.LEFT]
+
+
+def swapped(cls, **options):
+    """(stock, swapped), with equal parameters."""
+    stock = cls(**options)
+    ours = copy.deepcopy(stock)
+    report = onepass.swap(ours, kinds=("attention",))
+    assert [entry["name"] for entry in report.swapped] == [""], report
+    return stock, ours
+
+
+def tokens(batch: int = 4, dtype=torch.float32):
+    return torch.randn(batch, cases.TOKENS, cases.WIDTH, dtype=dtype)
+
+
+def outcome(module, x, **autocast) -> dict[str, torch.Tensor]:
+    """Output and gradients for the same upstream gradient."""
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", enabled=bool(autocast), **autocast):
+        y = module(x)
+    named = dict(module.named_parameters())
+    upstream = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    gradients = torch.autograd.grad(y, [x, *named.values()], upstream, allow_unused=True)
+    names = ["dx", *(f"d {name}" for name in named)]
+    found = {"output": y.detach(), **dict(zip(names, gradients, strict=True))}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def assert_same(stock, ours, inputs, **autocast):
+    """Draws are judged together."""
+    double = copy.deepcopy(stock).double()
+    refs = [outcome(double, x.double()) for x in inputs]
+    bases = [outcome(stock, x, **autocast) for x in inputs]
+    found = [outcome(ours, x, **autocast) for x in inputs]
+    for name in refs[0]:
+        ref, base, mine = ([tensors[name] for tensors in side] for side in (refs, bases, found))
+        assert mine[0].dtype is base[0].dtype, name
+        assert mine[0].stride() == base[0].stride(), name
+        numerics.assert_close(mine, ref, base, name)
+
+
+@pytest.mark.parametrize("cls", cases.TAKEN)
+def test_taken(cls):
+    """One call of attention computes what was written, in training and inference."""
+    stock, ours = swapped(cls)
+    assert_same(stock, ours, [tokens(batch) for batch in (4, 2, 4, 4)])
+    with torch.no_grad():
+        x = tokens()
+        torch.testing.assert_close(ours.eval()(x), stock.eval()(x))
+    assert (fate(ours).taken, fate(ours).reason) == (5, "")
+
+
+@pytest.mark.parametrize("cls", cases.TAKEN)
+def test_one_call(cls):
+    _, ours = swapped(cls)
+    x = tokens()
+    ours(x)
+    calls = onepass.explain(ours, x).calls
+    assert [call["op"] for call in calls if "attention" in call["op"]] == ["attention"]
+
+
+@pytest.mark.parametrize("cls", cases.LEFT)
+def test_left_alone(cls):
+    """Other code computes as it was written, and says why."""
+    stock, ours = swapped(cls)
+    assert_same(stock, ours, [tokens() for _ in range(4)])
+    assert fate(ours).taken == 0 and fate(ours).reason
+
+
+@pytest.mark.parametrize("cls", [cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm])
+def test_autocast(cls):
+    stock, ours = swapped(cls)
+    assert_same(stock, ours, [tokens() for _ in range(4)], dtype=torch.bfloat16)
+    assert fate(ours).taken == 4
+
+
+@pytest.mark.parametrize("cls", [c for c in cases.TAKEN if c not in (cases.Alibi,)])
+def test_bfloat16(cls):
+    stock, ours = swapped(cls)
+    stock, ours = stock.bfloat16(), ours.bfloat16()
+    assert_same(stock, ours, [tokens(dtype=torch.bfloat16) for _ in range(4)])
+    assert fate(ours).taken == 4, fate(ours).reason
+
+
+@pytest.mark.parametrize("cls", [cases.NanoGPT, cases.T5, cases.SoftmaxModule, cases.Bart])
+@pytest.mark.parametrize("all_kinds", [False, True])
+def test_dropout(cls, all_kinds):
+    """Drops weights in training, by the seed; the mean over draws is the output without."""
+    ours = cls(p=0.25)
+    onepass.swap(ours, kinds=None if all_kinds else ("attention",))
+    x = tokens(2)
+    torch.manual_seed(3)
+    first = ours(x)
+    torch.manual_seed(3)
+    assert torch.equal(ours(x), first)
+    assert not torch.equal(ours(x), first)
+    draws = torch.stack([ours(x) for _ in range(400)]).mean(0)
+    assert fate(ours).taken == 403 and not fate(ours).reason
+    expected = ours.eval()(x)
+    assert (draws - expected).abs().max() < 0.15 * expected.abs().max()
+    ours.train()(x).sum().backward()
+
+
+def test_probabilities_that_are_kept():
+    """What a module keeps of its weights is computed when it is read."""
+    stock, ours = swapped(cases.Annotated)
+    x = tokens()
+    stock(x), ours(x)
+    torch.testing.assert_close(ours.attn.mean(0), stock.attn.mean(0))
+    assert ours.attn.shape == stock.attn.shape and ours.attn.requires_grad
+    torch.testing.assert_close(
+        torch.autograd.grad(ours.attn.square().sum(), ours.qkv.weight)[0],
+        torch.autograd.grad(stock.attn.square().sum(), stock.qkv.weight)[0],
+    )
+    ours(x)
+    assert (fate(ours).taken, fate(ours).reason) == (2, "")
+
+
+def test_reads_without_gradients():
+    stock, ours = swapped(cases.Annotated)
+    x = tokens()
+    stock(x), ours(x)
+    with torch.no_grad():
+        assert not ours.attn.log().requires_grad
+    assert ours.attn.log().requires_grad
+    assert "tensor" in repr(ours.attn) and ours.attn.tolist()
+    torch.testing.assert_close(copy.deepcopy(ours.attn.detach()), stock.attn.detach())
+
+
+def test_a_write_before_a_read_raises():
+    _, ours = swapped(cases.Annotated)
+    kept = []
+    ours.qkv.register_forward_hook(lambda module, args, output: kept.append(output))
+    with torch.no_grad():
+        ours(tokens())
+        kept[0].zero_()
+        with pytest.raises(RuntimeError, match="must not be written before its scores are read"):
+            ours.attn.sum()
+
+
+def test_own_functions_are_left_alone():
+    """An autograd.Function would not pass gradients on to query and key."""
+    module = cases.OwnSoftmax()
+    assert not onepass.swap(module, kinds=("attention",)).swapped
+
+
+def test_hidden_functions_raise():
+    """Those that the code does not show lose no gradient silently."""
+    _, ours = swapped(cases.SoftmaxModule)
+
+    class Hidden(nn.Module):
+        def forward(self, scores):
+            return cases.Sparsemax.apply(scores)
+
+    ours.softmax = Hidden()
+    with pytest.raises(RuntimeError, match="scores of attention by hand must be used by torch's"):
+        ours(tokens()).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", BY_HAND)
+def test_checkpoint(cls, use_reentrant):
+    """The first call of a module may be in a checkpoint, whose recomputation must save the same."""
+    stock, ours = swapped(cls)
+    x = tokens().requires_grad_()
+    for module in (ours, stock):
+        module.zero_grad()
+        checkpoint(module, x, use_reentrant=use_reentrant).square().sum().backward()
+    torch.testing.assert_close(ours.qkv.weight.grad, stock.qkv.weight.grad)
+    assert bool(fate(ours).taken) == (cls in cases.TAKEN)
+
+
+def test_branch_that_runs():
+    """A class with both branches is taken by the one that runs, and can change it."""
+    stock, ours = swapped(cases.TwoBranches)
+    x = tokens()
+    torch.testing.assert_close(ours(x), stock(x))
+    assert fate(ours).taken == 0
+    stock.flash = ours.flash = False
+    torch.testing.assert_close(ours(x), stock(x))
+    assert fate(ours).taken == 1
+
+
+def test_report():
+    """It says what is known before the first call, and after it."""
+    model = nn.ModuleDict({"a": cases.NanoGPT(), "b": cases.Read(), "c": cases.TwoBranches()})
+    report = onepass.swap(model, kinds=("attention",))
+    assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
+    assert "a, b, c: softmax(q k^T) v by hand, if it runs, becomes one call" in str(report)
+    x = tokens()
+    for module in model.values():
+        module(x)
+    text = str(report)
+    assert "c: softmax(q k^T) v by hand, if it runs" in text
+    assert [entry["name"] for entry in report.swapped] == ["a", "c"]
+    reason = "computes attention by hand, and runs as it was written: its scores are read by max"
+    assert [(e["name"], e["reason"]) for e in report.skipped] == [("b", reason)]
+    assert report.to_dict()["skipped"][0]["type"].endswith("Read")
+    later = onepass.swap(model, kinds=("attention",))
+    assert [entry["name"] for entry in later.swapped] == ["a", "b", "c"]
+    assert "runs as it was written" in later.summary()
+    assert any("read by max" in e["reason"] for e in onepass.explain(model["b"], x).not_accelerated)
+
+
+def test_on_a_gpu(monkeypatch):
+    """It stays as it is, and is named."""
+    model = nn.Sequential(cases.NanoGPT(), cases.TwoBranches())
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(cases.Base, "parameters", lambda self: iter([weight]))
+    report = onepass.swap(model, kinds=("attention",), dry_run=True)
+    (left,) = report.unknown
+    assert left["name"] == "0"
+    assert left["reason"].startswith("softmax(q k^T) v by hand, which is left as it is on cuda")
+
+
+def test_unswap_and_pickle():
+    stock, ours = swapped(cases.NanoGPT)
+    x = tokens()
+    ours(x)
+    again = pickle.loads(pickle.dumps(ours))
+    torch.testing.assert_close(again(x), stock(x))
+    assert fate(again).taken == 1
+    onepass.unswap(ours)
+    assert type(ours) is cases.NanoGPT
+    assert torch.equal(ours(x), stock(x)) and fate(ours).taken == 1
+
+
+def test_transforms_run_as_written():
+    stock, ours = swapped(cases.NanoGPT)
+    x = tokens()
+    torch.testing.assert_close(torch.func.vmap(ours)(x[None]), stock(x)[None])
+    tangent = torch.randn_like(x)
+    for got, expected in zip(
+        *(torch.func.jvp(module, (x,), (tangent,)) for module in (ours, stock)), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+    assert fate(ours).taken == 0
+
+
+def test_double_backward():
+    stock, ours = swapped(cases.NanoGPT)
+    results = []
+    x = tokens(1)
+    for module in (ours, stock):
+        y = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(module(y).square().sum(), y, create_graph=True)
+        results.append(torch.autograd.grad(dx.square().sum(), y)[0])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_grows_with_the_tokens():
+    """No matrix of scores is kept for the backward, nor made."""
+    _, ours = swapped(cases.Shortest)
+    ours(tokens())
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    x = torch.randn(1, 1024, cases.WIDTH)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ours(x)
+    assert max(saved) < 4 * cases.HEADS * 1024 * 1024 / 8
+
+
+STEPS = {
+    "multiply": lambda s, mask, bias: s * 0.4,
+    "multiply in place": lambda s, mask, bias: s.mul_(0.7),
+    "multiply from the left": lambda s, mask, bias: torch.tensor(0.5) * s,
+    "divide": lambda s, mask, bias: s / 3,
+    "negate": lambda s, mask, bias: s * -0.5,
+    "add": lambda s, mask, bias: s + bias,
+    "add to": lambda s, mask, bias: bias[:, :1] + s,
+    "add in place": lambda s, mask, bias: s.add_(bias[:, :, :1]),
+    "subtract": lambda s, mask, bias: s - bias,
+    "subtract from": lambda s, mask, bias: bias - s,
+    "fill": lambda s, mask, bias: s.masked_fill(mask, -torch.inf),
+    "fill in place": lambda s, mask, bias: s.masked_fill_(mask[:1], -1e9),
+    "fill a little": lambda s, mask, bias: s.masked_fill(mask, -2.0),
+    "where": lambda s, mask, bias: torch.where(mask, -1e30, s),
+    "where not": lambda s, mask, bias: torch.where(~mask, s, torch.tensor(-1e30)),
+    "tanh": lambda s, mask, bias: 2 * torch.tanh(s / 2),
+    "tanh alone": lambda s, mask, bias: s.tanh(),
+    "view": lambda s, mask, bias: s.view(-1, *s.shape[2:]).view(s.shape),
+    "transposed": lambda s, mask, bias: s.transpose(0, 1).transpose(0, 1),
+    "clone": lambda s, mask, bias: s.clone(),
+    "cast": lambda s, mask, bias: s.type_as(bias),
+    "clamp": lambda s, mask, bias: s.clamp(-1, 1),
+    "twice": lambda s, mask, bias: s + s * 0.1,
+    "kept": lambda s, mask, bias: (s * 2, s.add_(1.0))[0],
+    "softmax": lambda s, mask, bias: s.softmax(-1),
+}
+
+
+class Random(cases.Base):
+    """A few random steps before and after the softmax."""
+
+    def __init__(self, random):
+        super().__init__()
+        self.before = random.sample(sorted(STEPS), random.randint(0, 4))
+        self.after = random.sample(sorted(STEPS), random.choice((0, 0, 0, 1)))
+
+    def attend(self, q, k, v):
+        batch, heads, count, _ = q.shape
+        generator = torch.Generator().manual_seed(5)
+        bias = torch.randn(batch, heads, count, count, generator=generator).to(q.dtype)
+        mask = torch.rand(batch, 1, count, count, generator=generator) < 0.3
+        mask[..., 2] = False
+        scores = q @ k.transpose(-1, -2)
+        for name in self.before:
+            scores = STEPS[name](scores, mask, bias)
+        scores = scores.softmax(-1)
+        for name in self.after:
+            scores = STEPS[name](scores, mask, bias)
+        return torch.matmul(scores, v)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps(seed):
+    """Whatever is done to scores: taken or not, it computes the same."""
+    random = Rng(seed)
+    for _ in range(12):
+        stock, ours = swapped(Random, random=random)
+        inputs = [tokens(2) for _ in range(3)]
+        try:
+            outcome(stock, inputs[0])
+        except RuntimeError:  # torch refuses some writes
+            continue
+        try:
+            assert_same(stock, ours, inputs)
+        except AssertionError as error:
+            raise AssertionError(f"{stock.before}, softmax, {stock.after}: {error}") from None
+
+
+def test_verify():
+    model = nn.Sequential(cases.NanoGPT(), cases.Bart())
+    report = onepass.swap(model, kinds=("attention",))
+    verdict = report.verify(tokens())
+    assert verdict.ok, verdict
+    assert verdict.kernels["attention"] >= 2
