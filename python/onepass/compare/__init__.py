@@ -44,6 +44,7 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   gradient), ``losses`` at ``steps`` and their ``gap`` to stock's (null where not trained), ``same``
   (null where other numerics were asked for, or as in ``sameness``)
 - ``swap_report``: ``Report.to_dict()`` of the swap
+- with ``--generate``, in place of the phases: see :mod:`onepass.compare.generation`
 - ``verdict``: ``{same, not_accelerated, sentence, optimizer_same}``; not_accelerated: share of the
   swapped step per part and dropout; optimizer_same: of training by onepass's AdamW, null where not
   trained
@@ -108,8 +109,14 @@ def files_of(args: argparse.Namespace) -> dict[str, OutputFile]:
 
 
 def run(settings):
-    """Both phases for every dropout probability; returns a `report.Result`."""
+    """Both phases for every dropout probability; returns a `report.Result`, or with --generate a
+    `generation.Generation`."""
     import torch
+
+    if settings.generate:
+        from onepass.compare import generation
+
+        return generation.run(settings, settings.generate)
 
     from onepass.bench.machine import machine_facts
     from onepass.compare.data import load_text
@@ -175,6 +182,8 @@ def _write(result, args: argparse.Namespace, files: dict[str, OutputFile]) -> in
     as_json = json.dumps(result.to_dict(), indent=2)
     if args.json == STDOUT:
         print(as_json)
+    elif args.generate:
+        result.show(console_of(WIDTH_OFF_TERMINAL))
     else:
         print_result(result, console_of(WIDTH_OFF_TERMINAL))
     written = [write_or_say("compare", "--json", files.get("--json"), as_json.encode())]

@@ -43,6 +43,7 @@ class Settings:
     pairs: int
     kinds: tuple[str, ...]  # that the swap includes; empty: its default
     compile: bool
+    generate: int  # tokens; 0: training is compared
     keep_memory: bool
     optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused", the baseline
     masters: tuple[str, ...]  # of MASTERS; empty: only unchanged parameters
@@ -84,6 +85,7 @@ class Settings:
         )
 
 
+_OF_TRAINING = ("steps", "keep_memory", "optimizers", "master", "state_dtype", "plot")
 _TUPLES = ("dropouts", "text", "kinds", "optimizers", "masters", "state_dtypes")
 
 
@@ -93,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
+    add("--generate", type=int, metavar="N", help="compare inference of --model: prefill, and "
+        "decoding of N tokens where it has generate(); else its forward")  # fmt: skip
     add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
         "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
@@ -110,7 +114,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the model, the data and the number of timed steps; sets other flags of
     `add_arguments` to their defaults."""
     parser.set_defaults(
-        steps=None, compile=False, keep_memory=False, optimizers=None, master=None,
+        steps=None, compile=False, generate=None, keep_memory=False, optimizers=None, master=None,
         state_dtype=None, plot=None,
     )  # fmt: skip
     add = parser.add_argument
@@ -165,6 +169,12 @@ def read_settings(
     for p in args.dropout or ():
         if not 0.0 <= p < 1.0:
             raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")
+    if args.generate is not None:
+        if args.generate < 2:
+            raise BadInput(f"--generate must be at least 2 tokens, got {args.generate}")
+        for name in _OF_TRAINING:
+            if getattr(args, name):
+                raise BadInput(f"--generate trains nothing: drop --{name.replace('_', '-')}")
     for name in ("steps", "pairs", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -183,6 +193,7 @@ def read_settings(
         pairs=args.pairs or (3 if args.quick else 8),
         kinds=kinds,
         compile=args.compile,
+        generate=args.generate or 0,
         keep_memory=_keep_memory(args.keep_memory, device),
         optimizers=tuple(name for name in OPTIMIZERS if name in (*optimizers, "fused")),
         masters=masters,

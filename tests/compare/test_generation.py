@@ -1,0 +1,144 @@
+"""`onepass compare --generate`: inference of a user's model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from onepass import cli
+from onepass.bench.harness import Timing
+from onepass.compare import generation
+
+HERE = "tests.compare.test_generation"
+
+
+class Writer(nn.Module):
+    """Greedy, by the interface of transformers."""
+
+    def __init__(self, broken: bool = False):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.broken = broken
+
+    def forward(self, input_ids):
+        return self.norm(self.embed(input_ids)) @ self.embed.weight.T
+
+    def generate(self, input_ids, *, max_new_tokens, min_new_tokens, do_sample):
+        assert not (do_sample or self.training or torch.is_grad_enabled())
+        assert max_new_tokens == min_new_tokens
+        if self.broken:
+            raise ValueError("no cache")
+        for _ in range(max_new_tokens):
+            following = self(input_ids)[:, -1:].argmax(-1)
+            input_ids = torch.cat((input_ids, following), 1)
+        return input_ids
+
+
+def prompts():
+    return torch.arange(12).reshape(2, 6)
+
+
+def writer():
+    return Writer(), {"input_ids": prompts(), "labels": prompts()}
+
+
+def writer_of_a_tensor():
+    return Writer(), prompts()
+
+
+def broken():
+    return Writer(broken=True), prompts()
+
+
+def layers():
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+
+
+def compare(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["compare", "--quick", "--pairs", "2", *arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("function", ["writer", "writer_of_a_tensor"])
+def test_prefill_and_decoding(capsys, function):
+    code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:{function}", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["settings"]["generate"] == 5
+    phases = found["generation"]["phases"]
+    assert [(name, phase["tokens"]) for name, phase in phases.items()] == [
+        ("prefill", 12), ("decode", 2 * 4),
+    ]  # fmt: skip
+    for phase in phases.values():
+        assert list(phase["variants"]) == ["stock", "swapped"]
+        swapped = phase["variants"]["swapped"]
+        assert swapped["ms"]["median"] > 0 and swapped["tokens_per_second"] > 0
+        assert swapped["ratio_to_stock"]["low"] <= swapped["ratio_to_stock"]["median"]
+    assert found["generation"]["same"] == {"swapped": 1.0}
+    assert found["generation"]["swap_report"]["swapped"][0]["name"] == "norm"
+
+
+def test_without_generate(capsys):
+    code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:layers")
+    assert code == 0
+    assert "forward" in out and "decode" not in out and "difference" in out
+    assert "Swapped, forward" in out or "Do not swap this model for forward" in out
+    assert "--quick: few calls" in out
+
+
+def test_compiled(capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    _, out, _ = compare(capsys, "--generate", "2", "--compile", "--model", f"{HERE}:layers")
+    assert "compiled stock" in out and "compiled swapped" in out
+
+
+def test_variants_share_their_tensors():
+    model = Writer()
+    again = generation._sharing(model)
+    assert again is not model and again.embed is not model.embed
+    assert again.embed.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--generate", "5"], "--generate must come with --model, got none"),
+        (["--generate", "1", "--model", f"{HERE}:writer"], "must be at least 2 tokens, got 1"),
+        (["--generate", "5", "--plot", "--model", f"{HERE}:writer"], "drop --plot"),
+        (["--generate", "5", "--steps", "3", "--model", f"{HERE}:writer"], "drop --steps"),
+        (["--generate", "5", "--model", f"{HERE}:broken"], "ValueError: no cache"),
+    ],
+)
+def test_errors_are_one_sentence(capsys, arguments, message):
+    code, out, error = compare(capsys, *arguments)
+    assert code == 2 and message in error and "Traceback" not in error and not out
+
+
+@pytest.mark.parametrize(
+    ("times", "sentence"),
+    [
+        ([1.0, 1.01, 0.99], "Swapped, decode is 2.00 times as fast."),
+        ([4.0, 4.04, 3.96], "Do not swap this model for decode: 0.50 times as fast."),
+        ([1.0, 4.0, 2.0], "Swapped, decode takes the same time as far as this run can tell."),
+    ],
+)
+def test_verdict(times, sentence):
+    stock = [2.0, 2.02, 1.98]
+    timing = Timing({"stock": stock, "swapped": times}, dict(stock=1, swapped=1), {})
+    found = generation.Generation(
+        None, {}, 5, {"prefill": (timing, 1), "decode": (timing, 1)}, {}, {}, {}, 0.0
+    )
+    assert found.verdict() == sentence
+
+
+def test_what_is_left_out_is_said(capsys):
+    timing = Timing({"stock": [1.0, 1.0], "swapped": [1.0, 1.0]}, dict(stock=1, swapped=1), {})
+    settings = type("Settings", (), {"model": "mine", "quick": False})
+    found = generation.Generation(
+        settings, {}, 0, {"forward": (timing, 1)}, {"swapped": 0.0}, {"attached": "no"}, {}, 0.0
+    )
+    found.show(Console(width=120))
+    assert "Without attached: no." in capsys.readouterr().out
