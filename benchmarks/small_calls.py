@@ -84,6 +84,7 @@ def show_attention(dtype: str, make: Callable | None = None, name: str = "attent
 
 def show_attention_by_hand(dtype: str) -> None:
     show_attention(dtype, ByHand, "attention by hand")
+    show_attention(dtype, CausalByHand, "attention by hand, causal")
 
 
 def show_products(dtype: str) -> None:
@@ -217,6 +218,15 @@ class ByHand(Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         weights = (q * HEAD_DIM**-0.5) @ k.transpose(-2, -1)
         return weights.softmax(dim=-1) @ v
+
+
+class CausalByHand(Attention):
+    """As in nanoGPT without `flash`."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        weights = (q @ k.transpose(-2, -1)) * HEAD_DIM**-0.5
+        future = torch.ones(q.shape[2], q.shape[2]).tril() == 0
+        return weights.masked_fill(future, -math.inf).softmax(dim=-1) @ v
 
 
 class Router(nn.Module):
