@@ -32,6 +32,7 @@ from onepass.functional.linear import _has_products as has_products
 from onepass.swapping import rotary
 from onepass.swapping.inputs import has_kernels, is_autocast, is_for_loss, is_local, is_plain
 from onepass.swapping.probe import is_as_proven
+from onepass.swapping.quantization import Qconfig
 from onepass.swapping.specs import (
     ActivatedSpec,
     AdaptiveSpec,
@@ -96,6 +97,8 @@ class DropoutForward(Swapped):
 
 class LinearForward(Swapped):
     _onepass_to = {"linear": "onepass.nn.Linear"}
+
+    qconfig = Qconfig()
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input):

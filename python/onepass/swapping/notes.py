@@ -81,10 +81,6 @@ _ADAPTIVE = (
     "autocast is on, or a norm of diffusers' own gets float64"
 )
 _FORCED = "{names}: forced: only report.verify(batch) shows whether it computes the same"
-_BY_CLASS = (
-    "quantize_dynamic passes over swapped linear layers: quantize before the swap, or after "
-    "unswap; it looks for the class nn.Linear itself, as other code may do"
-)
 _FAST_PATH = (
     "{names}: in eval mode without gradients torch's fast path computes these layers; it reads "
     "their parameters only, in one call: the swapped modules run in training, and whenever it is "
@@ -164,8 +160,6 @@ def _of_results(plan: Plan) -> Iterator[str]:
         yield _PROBED
     adapting = [c.name for c in plan.classes if issubclass(c.cls, AdaptiveForward)]
     yield from _note(_ADAPTIVE, adapting)
-    if any(issubclass(change.cls, nn.Linear) for change in plan.classes):
-        yield _BY_CLASS
     if "rotary" in kinds:
         for reason in dict.fromkeys(reason for _, reason in plan.unproven):
             names = [name for name, because in plan.unproven if because == reason]
