@@ -23,8 +23,9 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
   ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
-  backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
-  unattributed), null for variants that are compiled or keep memory, ``saved_bytes`` and
+  backward, update) and part (linear, attention, norm, dropout, activation, loss, convolution,
+  recurrent, embedding, optimizer, other operators, Python, unattributed), null for variants that
+  are compiled or keep memory, ``saved_bytes`` and
   ``peak_bytes`` (of a step, holes in glibc's heap apart; with kept memory of four steps, and all
   that the process keeps), ``linear_gflops``
   (of linear layers, null as parts_ms is); beside the variants ``linear_operations`` of a step and
