@@ -24,8 +24,11 @@ COMPARE = ROOT / "benchmarks" / "results" / "epyc-zen4-2cores" / "compare.json"
 PARTS = {
     "linear layers": ("linear",),
     "attention": ("attention",),
-    "the rest": ("norm", "dropout", "activation", "loss", "optimizer", "unattributed"),
-}
+    "the rest": (
+        "norm", "dropout", "activation", "loss", "convolution", "recurrent", "embedding",
+        "optimizer", "other operators", "Python", "unattributed",
+    ),
+}  # fmt: skip
 COLORS = ("#4878a8", "#d1792c", "#9a9a9a")
 
 

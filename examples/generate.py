@@ -50,7 +50,7 @@ from onepass.bench.harness import machine_facts, measure_pairs
 from onepass.compare.data import Text, held_out_batch, load_text
 from onepass.compare.errors import BadInput
 from onepass.compare.model import GPT, Sizes
-from onepass.compare.progress import Progress
+from onepass.compare.progress import Phase, Progress
 from onepass.compare.settings import (
     QUICK_SAMENESS,
     QUICK_SPEED,
@@ -295,9 +295,10 @@ def train(workload: GptWorkload, settings: Settings, seconds: float, most_steps:
     """The workload's GPT, of plain torch modules, trained with onepass's for `seconds`, at most
     `most_steps`."""
     model = workload.build()
-    with onepass.swapped(model), Progress() as progress:
+    phase = Phase("Training, seconds", math.ceil(seconds))
+    with onepass.swapped(model), Progress("generate", [phase]) as progress:
         trainer = Trainer(model, settings)
-        advance = progress.phase("Training, seconds", total=math.ceil(seconds))
+        advance = progress.next()
         begin, shown = time.perf_counter(), 0
         for step in itertools.count():
             elapsed = time.perf_counter() - begin
@@ -363,9 +364,10 @@ def main(arguments: list[str] | None = None) -> int:
     table = new_table()
     effort = dict(rounds=3, seconds=0.0) if args.quick else dict(rounds=7, seconds=2.0)
     found = {}
-    with Progress() as progress:
+    phases = [Phase(f"Timing, the {comparison.name} GPT") for comparison in comparisons]
+    with Progress("generate", phases) as progress:
         for comparison in comparisons:
-            progress.phase(f"Timing the {comparison.name} GPT")
+            progress.next()
             found[comparison.name] = comparison.measure(table, **effort)
     # A pipe has no width and a terminal may be narrow: lines wrap and are not cut short.
     console = Console(width=max(Console().width, TABLE_WIDTH))

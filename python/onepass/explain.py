@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PACKAGE.MODULE:FUNCTION",
         help=MODEL_HELP,
     )
-    parser.add_argument("--swap", action="store_true", help="swap the model first")
+    parser.add_argument("--as-it-is", action="store_true", help="do not swap the model first")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -146,7 +146,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         model, batch = load_user_model(args.model)
         batch = batch_of(batch, 0)
-        if args.swap:
+        if not args.as_it_is:
             swap(model)
         with telling_errors(model, batch):
             explanation = explain(model, batch)

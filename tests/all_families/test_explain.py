@@ -191,9 +191,9 @@ def test_command(capsys, tmp_path, monkeypatch):
         "import torch\ndef make():\n    return torch.nn.LayerNorm(8), torch.randn(2, 8)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert cli.main(["explain", "--model", "somebodys_model:make"]) == 0
+    assert cli.main(["explain", "--model", "somebodys_model:make", "--as-it-is"]) == 0
     assert "not swapped" in capsys.readouterr().out
-    assert cli.main(["explain", "--model", "somebodys_model:make", "--swap", "--json"]) == 0
+    assert cli.main(["explain", "--model", "somebodys_model:make", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls"][0]["op"] == "layer_norm"
 
 

@@ -1,13 +1,34 @@
-"""Settings for tests of single pieces of a run."""
+"""Settings, tokens and a clock for tests of single pieces of a run."""
 
 from __future__ import annotations
 
 import argparse
 
+import torch
+
+from onepass.compare.model import Sizes
 from onepass.compare.settings import Settings, add_arguments, read_settings
+
+TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
 
 
 def settings_of(*flags: str) -> Settings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return read_settings(parser.parse_args(["--quick", "--threads", "1", *flags]))
+
+
+def tokens(sizes=TINY):
+    return torch.randint(256, (sizes.batch, sizes.block + 1), generator=torch.Generator())
+
+
+class FakeClock:
+    """A clock that advances only where a test says so, and by `tick` at every reading."""
+
+    def __init__(self, tick=0.0):
+        self.now, self.tick, self.readings = 0.0, tick, 0
+
+    def __call__(self):
+        self.now += self.tick
+        self.readings += 1
+        return self.now

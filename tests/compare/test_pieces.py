@@ -17,18 +17,16 @@ from onepass.compare import (
     report,
     train,
 )
-from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
+from onepass.compare.attribution import PARTS, part_of_module
 from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
 from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, Sizes, cast
+from onepass.compare.model import GPT, cast
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products
 from onepass.compare.user_model import loss_of, tokens_in
 from onepass.compare.workload import GptWorkload
-from tests.compare.cases import settings_of
-
-TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
+from tests.compare.cases import TINY, FakeClock, settings_of, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +40,6 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(bytes(range(256)) * 40)
     return load_text([str(path)])
-
-
-def tokens(sizes=TINY):
-    return torch.randint(256, (sizes.batch, sizes.block + 1), generator=torch.Generator())
 
 
 # Text
@@ -170,189 +164,6 @@ def test_cast_changes_floating_point_tensors_alone():
     assert x.dtype == torch.bfloat16 and index.dtype == torch.long
     assert cast(batch, torch.bfloat16)["name"] == "text"
     assert cast(batch, None) is batch
-
-
-# Attribution
-
-
-class FakeClock:
-    """A clock that advances only where a test says so, and by `tick` at every reading."""
-
-    def __init__(self, tick=0.0):
-        self.now, self.tick, self.readings = 0.0, tick, 0
-
-    def __call__(self):
-        self.now += self.tick
-        self.readings += 1
-        return self.now
-
-
-class Slow(torch.autograd.Function):
-    """The identity, which takes seconds of a clock in the forward and in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, clock, forward_seconds, backward_seconds):
-        ctx.clock, ctx.seconds = clock, backward_seconds
-        clock.now += forward_seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.clock.now += ctx.seconds
-        return gradient.clone(), None, None, None
-
-
-class SlowDropout(nn.Dropout):
-    def __init__(self, clock):
-        super().__init__(0.5)
-        self.clock = clock
-
-    def forward(self, x):
-        return super().forward(Slow.apply(x, self.clock, 3.0, 6.0))
-
-
-class SlowRmsNorm(nn.Module):
-    """A user's own norm, composed of several operations."""
-
-    def __init__(self, width, clock):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.clock = clock
-
-    def forward(self, x):
-        x = Slow.apply(x, self.clock, 2.0, 5.0)
-        return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
-
-
-def watch(model, *batch, device="cpu"):
-    settings = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
-    return train.Trainer(model, settings).watched_step(batch)
-
-
-def test_parts_sum_to_the_step(monkeypatch):
-    clock = FakeClock(tick=1.0)
-    monkeypatch.setattr(attribution, "clock", clock)
-    data = tokens()
-    spent = watch(GPT(TINY, dropout=0.1), data[:, :-1], data[:, 1:])
-    # Every interval between two readings counts once, except the one in which hooks are set.
-    assert sum(by_part(spent).values()) == 1e3 * (clock.readings - 2)
-    assert sum(by_part(attribution.scaled(spent, 123.0)).values()) == pytest.approx(123.0)
-    for part in PARTS[:6]:
-        assert spent["forward"][part] > 0 and spent["backward"][part] > 0, part
-    assert spent["update"]["optimizer"] == sum(spent["update"].values()) == 1e3
-
-
-def test_slow_dropout_and_slow_norm_show_up_where_they_are(monkeypatch):
-    clock = FakeClock()
-    monkeypatch.setattr(attribution, "clock", clock)
-    model = nn.Sequential(nn.Linear(8, 8), SlowDropout(clock), SlowRmsNorm(8, clock), nn.GELU())
-    spent = watch(model, torch.randn(4, 8))
-    assert spent["forward"] == dict.fromkeys(PARTS, 0.0) | {"dropout": 3e3, "norm": 2e3}
-    assert spent["backward"] == dict.fromkeys(PARTS, 0.0) | {"dropout": 6e3, "norm": 5e3}
-    assert sum(spent["update"].values()) == 0.0
-
-
-def test_cuda_stamps_are_events_of_the_stream(monkeypatch):
-    """With events of a stream that takes a second between each two."""
-    recorded = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            recorded.append(self)
-
-        def synchronize(self):
-            assert self is recorded[-1], "the last one closes the step"
-
-        def elapsed_time(self, end):
-            return 1e3 * (recorded.index(end) - recorded.index(self))
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    data = tokens()
-    spent = watch(GPT(TINY, dropout=0.1), data[:, :-1], data[:, 1:], device="cuda")
-    assert sum(by_part(spent).values()) == 1e3 * (len(recorded) - 2)
-    for part in PARTS[:6]:
-        assert spent["forward"][part] > 0 and spent["backward"][part] > 0, part
-
-
-def test_median_of_watched_steps():
-    steps = [
-        {phase: dict.fromkeys(PARTS, ms) for phase in attribution.PHASES} for ms in (1.0, 9.0, 2.0)
-    ]
-    assert attribution.median(steps)["forward"]["norm"] == 2.0
-
-
-def test_swapped_modules_are_attributed_backward_too():
-    sizes = Sizes(layers=1, heads=2, width=64, block=64, batch=2)
-    model = GPT(sizes, dropout=0.1)
-    onepass.swap(model)
-    data = tokens(sizes)
-    timeline = Timeline(torch.device("cpu"))
-    with timeline.watch(model):
-        loss = model(data[:, :-1], data[:, 1:])
-    owners = {}
-    pending = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        owners[node.name()] = timeline._owner(node._sequence_nr())
-        pending += [child for child, _ in node.next_functions if child and child.next_functions]
-    ours = ("Norm", "Dropout", "_Attention")
-    found = {part for name, part in owners.items() if any(word in name for word in ours)}
-    assert found == {"norm", "dropout", "attention"}, owners
-    assert owners["AddmmBackward0"] == "linear"
-    assert owners["AddBackward0"] == attribution.UNATTRIBUTED
-
-
-def test_hand_written_attention_is_told_from_linear():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x):
-            projected = x @ self.weight.t()
-            return torch.softmax(projected @ projected.transpose(1, 2), -1) @ projected
-
-    model = Attention()
-    timeline = Timeline(torch.device("cpu"))
-    with timeline.watch(model):
-        timeline.enter_phase("forward")
-        model(torch.randn(2, 4, 8))
-        timeline.enter_phase("backward")
-    entered = [part for _, _, part in timeline._marks if part != attribution.UNATTRIBUTED]
-    assert entered == ["linear", "attention", "attention", "attention"]
-
-
-def test_adaptive_norm_with_a_projection_is_looked_into():
-    class AdaptiveNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(4, 4)
-
-    assert part_of_module(AdaptiveNorm()) is None
-    assert part_of_module(nn.GroupNorm(1, 4)) == "norm"
-
-
-def test_watching_survives_checkpoints_and_errors():
-    """A checkpointed forward runs again in the backward; an error leaves no mode behind."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
-
-    spent = watch(Net(), torch.randn(4, 8))
-    assert spent["forward"]["norm"] > 0 and spent["backward"]["norm"] > 0
-    model = nn.LayerNorm(8)
-    with pytest.raises(BadInput, match="normalized_shape"):
-        watch(model, torch.randn(4, 7))
-    assert torch._C._len_torch_function_stack() == 0
-    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 # Memory
@@ -502,21 +313,24 @@ def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, optimiz
     [
         (
             result(1.32),
-            "1.32x [1.32-1.32]; loss gap 0 against 0.001 stock-versus-stock: same. "
-            "Not accelerated: Linear, 60 %.",
+            "1.32x [1.32-1.32]; training is the same: losses differ from stock's by at most 0 "
+            "(those of stock runs from each other by 0.001). Not accelerated: linear layers, 60 %.",
         ),
         (
             result(0.9, sameness((2.0, 1.5)), linear=0.05),
-            "0.90x [0.90-0.90]: slower; loss gap 0.5 against 0.001 stock-versus-stock: different.",
+            "0.90x [0.90-0.90]: slower; training is DIFFERENT: losses differ from stock's by at "
+            "most 0.5 (those of stock runs from each other by 0.001).",
         ),
         (
             result(0.996, linear=0.05),
-            "0.996x [0.996-0.996]: slower; loss gap 0 against 0.001 stock-versus-stock: same.",
+            "0.996x [0.996-0.996]: slower; training is the same: losses differ from stock's by at "
+            "most 0 (those of stock runs from each other by 0.001).",
         ),
         (
             result(1.0, kinds=()),
-            "1.000x [1.000-1.000]: no difference measured; loss gap 0 against 0.001 "
-            "stock-versus-stock: same. Nothing was swapped.",
+            "1.000x [1.000-1.000]: no difference measured; training is the same: losses differ "
+            "from stock's by at most 0 (those of stock runs from each other by 0.001). Nothing was "
+            "swapped. Not accelerated: linear layers, 60 %; norm, 40 %.",
         ),
         (
             result(
@@ -526,9 +340,9 @@ def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, optimiz
                 dropouts=(0.1, 0.0),
                 kinds=("norm", "linear"),
             ),
-            "1.50x [1.50-1.50] with dropout 0.1, 1.50x [1.50-1.50] without dropout; loss gap 0.5 "
-            "against 0.001 stock-versus-stock with dropout 0.1 (different), 2e-6 against 0.001 "
-            "without dropout: different.",
+            "1.50x [1.50-1.50] with dropout 0.1, 1.50x [1.50-1.50] without dropout; training is "
+            "DIFFERENT: losses differ from stock's by at most 0.5 with dropout 0.1 (those of stock "
+            "runs from each other by 0.001; different), 2e-6 without dropout (stock runs 0.001).",
         ),
     ],
 )
@@ -548,16 +362,17 @@ def test_share_of_a_step_has_this_optimizer_in_it():
     [
         (
             compared(2.0),
-            "AdamW's step: 2.00x [2.00-2.00] torch fused; loss gap 0 against 0.001: same.",
+            "AdamW's step: 2.00x [2.00-2.00] torch fused; training is the same: losses differ from "
+            "stock's by at most 0 (those of stock runs from each other by 0.001).",
             True,
         ),
         (
             compared(0.5, swapped=(2.0, 1.5)),
-            "AdamW's step: 0.50x [0.50-0.50] torch fused: slower; loss gap 0.5 against 0.001: "
-            "different.",
+            "AdamW's step: 0.50x [0.50-0.50] torch fused: slower; training is DIFFERENT: losses "
+            "differ from stock's by at most 0.5 (those of stock runs from each other by 0.001).",
             False,
         ),
-        (compared(left_out=True), "Not accelerated: Linear, 60 %.", None),
+        (compared(left_out=True), "Not accelerated: linear layers, 60 %.", None),
     ],
 )
 def test_verdict_on_the_optimizer(optimizer, sentence, same):

@@ -200,7 +200,7 @@ def test_what_cannot_be_trained_is_one_sentence(command, function, capfd):
 
 
 @pytest.mark.parametrize("function", ["lazy", "scripted", "traced", "sparse_embedding", "frozen"])
-@pytest.mark.parametrize("flags", [[], ["--swap"]])
+@pytest.mark.parametrize("flags", [[], ["--as-it-is"]])
 def test_explain_runs_what_cannot_be_trained(function, flags, capsys):
     assert cli.main(["explain", *flags, "--model", f"{__name__}:{function}"]) == 0
     assert capsys.readouterr().err == ""

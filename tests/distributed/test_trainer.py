@@ -46,7 +46,7 @@ def trained(folder: str) -> tuple[str, list[str], list[float], dict[str, torch.T
 def test_ranks_are_swapped_alike_and_one_of_them_tells(tmp_path):
     first, second = ranks.run(2, trained, str(tmp_path))
     assert first[0] == second[0] == "DistributedDataParallel"
-    assert first[1][0].startswith("onepass.swap: swapped ") and "attention 2" in first[1][0]
+    assert first[1][0].startswith("swapped ") and "attention 2" in first[1][0]
     assert second[1] == []
     assert first[2] == second[2] and first[2][0] > first[2][-1]
     assert all(torch.equal(one, second[3][name]) for name, one in first[3].items())

@@ -94,12 +94,11 @@ def test_the_model_is_swapped_for_the_run_and_restored(stage, tmp_path, caplog):
     assert module.kinds != before and kinds(module) == before
     assert "attention" in {call["op"] for call in calls}
     line, *_, last = [r.getMessage() for r in caplog.records if r.name == "onepass.swap"]
-    assert line == callback.report.summary()
+    assert f"onepass.swap: {line}" == callback.report.summary()
     assert line == (
-        "onepass.swap: swapped 7 (attention 4, norm 3), "
-        "skipped 1 (model.layers.1.norm2: excluded by '*.1.norm2')"
+        "swapped 7 (attention 4, norm 3), skipped 1 (model.layers.1.norm2: excluded by '*.1.norm2')"
     )
-    assert last == "onepass.swap: the model is as it was before the run"
+    assert last == "the model is as it was before the run"
 
 
 def test_what_configure_model_makes_is_swapped(tmp_path):

@@ -159,6 +159,21 @@ def test_fuse_takes_an_optimizer_once(name):
     assert_same(snapshot(new), before)
 
 
+@torch_names
+def test_an_optimizer_of_ours_stays_as_it_is(name):
+    new = onepass.optim.fuse(old_optimizer(name, 2), max_grad_norm=1.0, state_dtype="float32")
+    before = snapshot(new)
+    assert onepass.optim.fuse(new) is new and onepass.optim.fuse(onepass.optim.fuse(new)) is new
+    assert onepass.optim.fuse(new, state_dtype=torch.float32, max_grad_norm=1) is new
+    with pytest.raises(RuntimeError, match="fuse: optimizer must .* other options, got .*1.0"):
+        onepass.optim.fuse(new, max_grad_norm=2.0)
+    with pytest.raises(TypeError, match="max_norm"):
+        onepass.optim.fuse(new, max_norm=2.0)
+    assert_same(snapshot(new), before)
+    made = type(new)([torch.zeros(5, 5, requires_grad=True)], lr=0.1)
+    assert onepass.optim.fuse(made) is made
+
+
 def test_fuse_refuses_others():
     p = torch.zeros(5, requires_grad=True)
     for other in (

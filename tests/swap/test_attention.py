@@ -393,10 +393,10 @@ def test_subclasses_that_leave_forward_alone():
 
 def test_need_weights_is_said_where_a_caller_may_ask_for_them():
     def said(model):
-        return [note for note in onepass.swap(model).notes if "need_weights=True" in note]
+        return [note for note in onepass.swap(model).notes if "need_weights" in note]
 
     (note,) = said(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "encoder": transformer()}))
-    assert note.startswith("a: calls with need_weights=True")
+    assert note.startswith("a: pass need_weights=False")
     assert not said(transformer())
     model = nn.MultiheadAttention(16, 2, batch_first=True)
     onepass.swap(model)
@@ -409,7 +409,7 @@ def test_need_weights_is_said_where_a_caller_may_ask_for_them():
 def test_dropout_of_attention_is_noted_where_there_is_any():
     def noted(p):
         notes = onepass.swap(nn.MultiheadAttention(8, 2, dropout=p)).notes
-        return any("where it drops weights" in note for note in notes)
+        return any("attention that drops weights" in note for note in notes)
 
     assert noted(0.1) and not noted(0.0)
 

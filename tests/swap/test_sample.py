@@ -94,6 +94,7 @@ def test_a_kind_that_is_slower_is_left_out(costs, training):
     assert text.startswith("no gain on the sample: 0.50 [0.50-0.50] times")
     step = "forward and backward" if training else "forward"
     assert report.notes[0].startswith(f"measured on the sample, {step}: 1.")
+    assert report.notes[0].endswith("times as fast on this CPU, most of it norm")
     assert report.verify(batch()).ok
 
 
@@ -102,6 +103,17 @@ def test_shapes_are_decided_apart(costs):
     report = onepass.swap(Net(), sample=batch(), kinds="norm")
     assert kinds_of(report) == {"large.norm": "norm"}
     assert reasons_of(report)["small.1.norm"] is Reason.NO_GAIN
+
+
+def test_what_gains_alike_is_not_named_as_most_of_the_gain(costs):
+    model = nn.ModuleDict({"block": Block(8)})
+    model.forward = lambda x: model["block"](x)
+    report = onepass.swap(model, sample=batch(), kinds=("norm", "dropout"))
+    assert len(report.swapped) == 2 and report.notes[0].endswith(" times as fast on this CPU")
+
+
+def test_no_gain_is_told_that_was_not_measured():
+    assert not any("times" in note for note in onepass.swap(Net()).notes)
 
 
 def test_no_difference_is_no_gain(costs):

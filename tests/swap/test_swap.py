@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-import re
 from pathlib import Path
 
 import pytest
@@ -502,77 +500,3 @@ def test_parametrizing_after_the_swap_forbids_unswap():
     assert types(model) == before
     (entry,) = onepass.swap(model).skipped
     assert entry["name"] == "1" and entry["reason"] == "its class was changed after a swap"
-
-
-# ---------------------------------------------------------------- report
-
-
-def test_report_is_not_a_model():
-    hint = re.escape("swap changes the model in place; drop the assignment")
-    model = onepass.swap(Model())
-    with pytest.raises(TypeError, match=hint):
-        model(torch.randn(2, 16))
-    for attribute in ("parameters", "train", "eval", "state_dict", "to", "forward", "layers"):
-        with pytest.raises(AttributeError, match=hint):
-            getattr(model, attribute)
-
-
-def test_report_prints_as_an_aligned_table(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    report = onepass.swap(nn.ModuleDict({"model": Model(3), "bn": nn.BatchNorm1d(4)}))
-    lines = str(report).splitlines()
-    assert lines[0] == "onepass.swap: swapped 13, 1 skipped, 0 unknown"
-    head = next(line for line in lines if line.startswith("swapped"))
-    rows = [line for line in lines if "layers.*" in line]
-    assert len(rows) == 4 and "model.layers.*.norm3" in rows[2]
-    for row in rows:  # three layers share a row, and the columns stand under their heads
-        assert row[: head.index("kind")].rstrip().endswith(" 3")
-        assert row[head.index("from") - 1] == " " and row[head.index("from")] != " "
-    assert any("BatchNorm1d" in line and "statistics" in line for line in lines)
-    notes = lines[lines.index("notes") + 1 :]
-    assert "reproducible from manual_seed and not equal" in " ".join("".join(notes).split())
-
-    monkeypatch.setenv("COLUMNS", "64")  # the last column is on lines of its own
-    narrow = str(report).splitlines()
-    assert max(map(len, narrow)) <= 64
-    below = narrow[narrow.index(next(line for line in narrow if "layers.*.norm1" in line)) + 1]
-    assert below.strip() == "onepass.nn.LayerNorm" and below.startswith(" " * 11)
-    assert sorted(" ".join(narrow).split()) == sorted(" ".join(lines).split())
-
-
-def test_report_as_a_line_for_a_log():
-    norms = [nn.LayerNorm(4) for _ in range(3)]
-    model = nn.Sequential(*norms, nn.Dropout(), nn.Dropout2d())
-    report = onepass.swap(model, kinds=["norm", "dropout"], exclude=["1", "2"], dry_run=True)
-    assert report.summary() == (
-        "onepass.swap: would swap 2 (dropout 1, norm 1), skipped 2 (1: excluded by '1'; 2: "
-        "excluded by '2'), unknown 1 (4: no rule for this kind of dropout)"
-    )
-    assert onepass.swap(nn.ReLU()).summary() == "onepass.swap: swapped 0"
-
-
-def test_report_as_data_and_html():
-    report = onepass.swap(nn.ModuleDict({"<b>": nn.LayerNorm(4), "bn": nn.BatchNorm1d(4)}))
-    data = json.loads(json.dumps(report.to_dict()))
-    assert data["swapped"] == [
-        {
-            "name": "<b>",
-            "from": "torch.nn.modules.normalization.LayerNorm",
-            "to": "onepass.nn.LayerNorm",
-            "kind": "norm",
-        }
-    ]
-    assert data["skipped"][0]["type"] == "torch.nn.modules.batchnorm.BatchNorm1d"
-    assert set(data["skipped"][0]) == {"name", "type", "reason"} and data["unknown"] == []
-    markup = report._repr_html_()
-    assert "&lt;b&gt;" in markup and '<td style="text-align: left">BatchNorm1d</td>' in markup
-    twin = copy.deepcopy(report)
-    assert str(twin) == str(report) == str(pickle.loads(pickle.dumps(report)))
-
-
-def test_notes_tell_what_changes_beyond_speed():
-    assert not onepass.swap(nn.RMSNorm(4)).notes
-    (note,) = onepass.swap(nn.Dropout(0.1)).notes
-    assert "reproducible from manual_seed" in note and "unseeded shuffle" in note
-    (note,) = onepass.swap(RMS(4)).notes
-    assert "numeric probe" in note

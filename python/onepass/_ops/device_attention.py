@@ -22,8 +22,8 @@ TORCHS_FROM = (9, 0)
 _MOST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 NOTE = (
-    "on a GPU of compute capability 9.0 or newer, 16-bit attention without mask and dropout runs "
-    "torch's: onepass's has not been measured there (ONEPASS_CUDA_ATTENTION=always runs it)"
+    "on GPUs of capability 9.0 or newer, 16-bit attention without mask and dropout runs torch's; "
+    "onepass's has not been measured there (ONEPASS_CUDA_ATTENTION=always runs it)"
 )
 
 

@@ -92,9 +92,9 @@ LEAST_ROTARY = dict.fromkeys(_FLOATS, (1 << 14, 1 << 15))
 # More threads do not raise a bound: by then they share the memory's bandwidth.
 MOST_THREADS = 8
 NORM_NOTE = (
-    "layer norms on the CPU run torch's own kernel in calls of fewer elements than "
-    f"{LEAST_NORM[torch.float32][0]} per thread (16-bit, or inference: "
-    f"{LEAST_NORM[torch.float32][1]}), where it takes less time"
+    "layer norms on the CPU run torch's own kernel in small calls, where it takes less time; those "
+    f"of fewer elements than {LEAST_NORM[torch.float32][0]} per thread (16-bit, or inference: "
+    f"{LEAST_NORM[torch.float32][1]})"
 )
 ATTENTION_NOTE = (
     "modules that call F.scaled_dot_product_attention run their own forward on the CPU, without "
@@ -123,27 +123,26 @@ GATE_NOTE = (
     f"{LEAST_GATE[torch.float32][1]})"
 )
 ROTARY_NOTE = (
-    "functions that rotate neighbouring columns and move them half a head apart, as DeepSeek's, "
-    f"run unchanged on the CPU for fewer elements than {LEAST_ROTARY[torch.float32][0]} per thread "
-    f"(inference: {LEAST_ROTARY[torch.float32][1]})"
+    "functions that rotate as DeepSeek's run unchanged on the CPU in small calls; they move "
+    "neighbouring columns half a head apart, and small is fewer elements than "
+    f"{LEAST_ROTARY[torch.float32][0]} per thread (inference: {LEAST_ROTARY[torch.float32][1]})"
 )
 LOSS_NOTE = (
-    "losses run torch's own cross entropy on the CPU for fewer logits than "
-    f"{LEAST_LOSS[torch.float32][0]} per thread (inference: {LEAST_LOSS[torch.float32][1]}), for "
-    "probabilities as targets and for logits of more than two dimensions"
+    "losses run torch's own cross entropy on the CPU in small calls; of fewer logits than "
+    f"{LEAST_LOSS[torch.float32][0]} per thread (inference: {LEAST_LOSS[torch.float32][1]}), and "
+    "for probabilities as targets and logits of more than two dimensions"
 )
 LOSS_CALLS_NOTE = (
     f"they run unchanged where tokens times vocabulary are fewer per thread than {LEAST_LOSS_CALLS}"
 )
 LINEAR_NOTE = (
-    "linear layers run torch's own products on a GPU, in dtypes in which torch is as fast (under "
-    "autocast in its own), and in calls that are too small to gain: of fewer multiply-adds per "
+    "linear layers run torch's own products in calls that would not gain; on a GPU, in dtypes in "
+    "which torch is as fast (under autocast in its own), in calls of fewer multiply-adds per "
     f"thread than {1 << 22} (with 2 to 12 rows {LEAST_IN_PLACE}, 16-bit {1 << 16}), of 13 to 255 "
     "rows in float32 without AVX-512, or of a single row where torch has a fast product with a "
     "vector. "
     "In bfloat16 beside oneDNN, on AMD, they gain in small calls alone. explain(model, batch) "
-    "counts both. Code that looks for the class nn.Linear itself, such as quantize_dynamic, does "
-    "not find them: quantize before, or after unswap"
+    "counts both"
 )
 
 

@@ -23,8 +23,9 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
   ``baseline`` of a swapped variant is the stock one treated alike), ``parts_ms`` by phase (forward,
-  backward, update) and part (linear, attention, norm, dropout, activation, loss, optimizer,
-  unattributed), null for variants that are compiled or keep memory, ``saved_bytes`` and
+  backward, update) and part (linear, attention, norm, dropout, activation, loss, convolution,
+  recurrent, embedding, optimizer, other operators, Python, unattributed), null for variants that
+  are compiled or keep memory, ``saved_bytes`` and
   ``peak_bytes`` (of a step, holes in glibc's heap apart; with kept memory of four steps, and all
   that the process keeps), ``linear_gflops``
   (of linear layers, null as parts_ms is); beside the variants ``linear_operations`` of a step and
@@ -122,10 +123,11 @@ def run(settings):
     from onepass.compare.data import load_text
     from onepass.compare.measure import compare_speed
     from onepass.compare.optimizers import choose, compare_optimizers
+    from onepass.compare.phases import phases_of
     from onepass.compare.progress import Progress
-    from onepass.compare.report import Result, label
+    from onepass.compare.report import Result
     from onepass.compare.settings import make_current
-    from onepass.compare.train import STOCK_RUNS, compare_training
+    from onepass.compare.train import compare_training
     from onepass.compare.workload import GptWorkload, UserWorkload
 
     start = time.perf_counter()
@@ -151,20 +153,18 @@ def run(settings):
         choices, left_out = choose(settings, slow[checked])
         further_runs = sum(choice.is_trained for choice in choices)
         speeds, sameness = [], []
-        with Progress() as progress:
+        phases = phases_of(settings, [workload.dropout for workload in fast], choices)
+        with Progress("compare", phases) as progress:
             for workload in fast:
-                advance = progress.phase(f"Speed, dropout {label(workload.dropout)}")
                 check = workload is fast[checked]
-                speed, report = compare_speed(workload, settings, check, advance)
+                speed, report = compare_speed(workload, settings, check, progress.next())
                 speeds.append(speed)
             for workload in slow:
-                steps = settings.steps and settings.steps * (STOCK_RUNS + 1)
-                advance = progress.phase(f"Sameness, dropout {label(workload.dropout)}", steps)
+                advance = progress.next()
                 sameness.append(compare_training(workload, settings, advance, further_runs))
-            steps = settings.steps and settings.steps * further_runs
             optimizers = compare_optimizers(
                 choices, left_out, speeds[checked].timing.median("stock"), fast[checked],
-                slow[checked], sameness[checked], settings, progress.phase("Optimizers", steps),
+                slow[checked], sameness[checked], settings, progress.next(),
             )  # fmt: skip
         parameters = sum(p.numel() for p in fast[0].build().parameters())
     finally:

@@ -5,17 +5,18 @@ and the time between them sum to the step by construction.
 
 - Forward: a part is the outermost module or torch function of a known kind. Modules are needed for
   norms that are composed of several operations and for swapped modules; functions (seen through a
-  TorchFunctionMode) for everything that models call directly.
+  TorchFunctionMode) for everything that models call directly. Functions of no known kind, such as
+  residual adds and reshapes, are "other operators"; the time between functions is the model's own
+  Python, with about a microsecond a function that the watching takes.
 - Backward: every node of the autograd graph has the sequence number of the operation that made it,
   so it belongs to the part that was open then. A hook before and one after each node stamp the
-  clock. Work of the engine between nodes (such as summing gradients of the residual stream) is
-  unattributed, as are residual adds, embeddings and Python itself in the forward.
-  Recomputation by activation checkpointing counts for the part whose backward triggers it.
+  clock. Work of the engine between nodes, such as summing gradients of the residual stream, is
+  unattributed. Recomputation by activation checkpointing counts for the part whose backward
+  triggers it.
 - On CUDA the stamps are events on the stream: the GPU's own time line, idle gaps included.
 
 nn.MultiheadAttention counts whole as attention, swapped or not: torch does not expose its
-projections. Convolutions and products with a parameter count as linear, products of two activations
-as attention.
+projections. Products with a parameter count as linear, products of two activations as attention.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from onepass.swapping.classes import Conv1DForward
 
-UNATTRIBUTED = "unattributed"
+OTHER, PYTHON, UNATTRIBUTED = "other operators", "Python", "unattributed"
 PARTS = (
-    "linear", "attention", "norm", "dropout", "activation", "loss", "optimizer", UNATTRIBUTED,
+    "linear", "attention", "norm", "dropout", "activation", "loss", "convolution", "recurrent",
+    "embedding", "optimizer", OTHER, PYTHON, UNATTRIBUTED,
 )  # fmt: skip
 PHASES = ("forward", "backward", "update")
 clock = time.perf_counter
@@ -42,32 +44,21 @@ PAUSED = "paused"  # time that counts for nothing: the overhead of watching
 
 _PRODUCTS = {
     "linear", "bilinear", "addmm", "mm", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm",
-    "einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "einsum",
 }  # fmt: skip
-_FUNCTIONS = {
-    "scaled_dot_product_attention": "attention",
-    "multi_head_attention_forward": "attention",
-    "softmax": "attention",
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "group_norm": "norm",
-    "batch_norm": "norm",
-    "instance_norm": "norm",
-    "dropout": "dropout",
-    "dropout_": "dropout",
-    "dropout1d": "dropout",
-    "dropout2d": "dropout",
-    "alpha_dropout": "dropout",
-    "log_softmax": "loss",
-    "cross_entropy": "loss",
-    "cross_entropy_in_float32": "loss",
-    "gated_activation": "activation",
-    **dict.fromkeys(
-        "gelu relu relu_ silu mish sigmoid tanh elu selu celu glu hardswish leaky_relu softplus "
-        "relu6 logsigmoid hardtanh prelu".split(),
-        "activation",
-    ),
+_KINDS = {
+    "convolution": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    "recurrent": "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+    "embedding": "embedding embedding_bag",
+    "attention": "scaled_dot_product_attention multi_head_attention_forward softmax",
+    "norm": "layer_norm rms_norm group_norm batch_norm instance_norm add_layer_norm add_rms_norm "
+    "modulated_layer_norm modulated_rms_norm",
+    "dropout": "dropout dropout_ dropout1d dropout2d alpha_dropout",
+    "loss": "log_softmax cross_entropy cross_entropy_in_float32 linear_cross_entropy",
+    "activation": "gated_activation gelu relu relu_ silu mish sigmoid tanh elu selu celu glu "
+    "hardswish leaky_relu softplus relu6 logsigmoid hardtanh prelu",
 }
+_FUNCTIONS = {name: part for part, names in _KINDS.items() for name in names.split()}
 _ACTIVATIONS = tuple(
     getattr(nn.modules.activation, name)
     for name in nn.modules.activation.__all__
@@ -83,6 +74,12 @@ def part_of_module(module: nn.Module) -> str | None:
         return "attention"
     if isinstance(module, (nn.Linear, Conv1DForward)):
         return "linear"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return "recurrent"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
     if isinstance(module, _ACTIVATIONS):
         return "activation"
     if isinstance(module, nn.modules.loss._Loss):
@@ -95,14 +92,16 @@ def part_of_module(module: nn.Module) -> str | None:
 
 
 def part_of_function(function: Callable, args: tuple, kwargs: dict) -> str | None:
-    """The part that a call of a torch function belongs to, or None."""
+    """The part that a call of a torch function belongs to; None if it only reads an attribute."""
     name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return None
     if name in _PRODUCTS:
         operands = (*args, *kwargs.values())
         return "linear" if any(_from_parameter(item) for item in operands) else "attention"
     if name.endswith("_loss"):
         return "loss"
-    return _FUNCTIONS.get(name)
+    return _FUNCTIONS.get(name, OTHER)
 
 
 def _from_parameter(item) -> bool:
@@ -130,6 +129,8 @@ class Timeline(TorchFunctionMode):
             stamp.record()
         else:
             stamp = clock()
+        if part == UNATTRIBUTED and self._phase == PHASES[0]:
+            part = PYTHON
         self._marks.append((stamp, self._phase, part))
 
     def enter_phase(self, phase: str, part: str = UNATTRIBUTED) -> None:
@@ -155,7 +156,7 @@ class Timeline(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         part = part_of_function(func, args, kwargs) if self._depth == 0 else None
-        if part is None:
+        if part is None or (part == OTHER and self._phase != PHASES[0]):  # an optimizer's, say
             return func(*args, **kwargs)
         self.push(part)
         try:

@@ -36,7 +36,7 @@ from onepass.bench.harness import Timing, clock_of, measure_pairs
 from onepass.bench.machine import machine_facts
 from onepass.compare.errors import BadInput
 from onepass.compare.model import move
-from onepass.compare.progress import Progress
+from onepass.compare.progress import Phase, Progress
 from onepass.compare.settings import Settings
 from onepass.compare.user_model import batch_of, load_user_model, telling_errors, tokens_in
 
@@ -170,8 +170,9 @@ def _run(settings: Settings, count: int, start: float) -> Generation:
     measure = functools.partial(
         measure_pairs, rounds=rounds, seconds=seconds, clock=clock_of(settings.device.type)
     )
-    with telling_errors(model, batch), _inference(settings), Progress() as progress:
-        progress.phase("Inference")
+    phase = Phase("Inference", seconds=seconds)
+    with telling_errors(model, batch), _inference(settings), Progress("compare", [phase]) as shown:
+        shown.next()
         results = {name: call(count) for name, call in calls.items()}
         if generates:
             phases = _prefill_and_decode(calls, count, tokens_in(batch), results[STOCK], measure)

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpecFromSubplotSpec
 
 from onepass._plotting import OURS, STOCK, drawn, put_texts
-from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
+from onepass.compare.attribution import OTHER, PARTS, PYTHON, UNATTRIBUTED, by_part
 from onepass.compare.measure import Speed
 from onepass.compare.optimizers import Comparison
-from onepass.compare.report import Result, footer, number, short, verdict
+from onepass.compare.report import Result, footer, number, part_label, short, verdict
 from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
 
@@ -27,6 +27,11 @@ PART_COLORS = {
     "activation": "#7a9e7e",
     "loss": "#b8c9a9",
     "optimizer": "#8d7b9e",
+    "convolution": "#5c8fb0",
+    "recurrent": "#86a8c0",
+    "embedding": "#a9bfd0",
+    OTHER: "#b3b9c0",
+    PYTHON: "#c6cad0",
     UNATTRIBUTED: "#d5d8dc",
 }
 
@@ -170,7 +175,10 @@ def _plot_parts(axes: Axes, speeds: list[Speed]) -> None:
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms per step")
     axes.set_title("Where a step goes")
-    handles = [matplotlib.patches.Patch(color=PART_COLORS[part], label=part) for part in PARTS]
+    shown = [part for part in PARTS if any(parts[part] for parts in rows)]
+    handles = [
+        matplotlib.patches.Patch(color=PART_COLORS[part], label=part_label(part)) for part in shown
+    ]
     axes.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 

@@ -14,7 +14,7 @@ from onepass.compare.settings import Settings
 
 _aten = torch.ops.aten
 # The operators that `attribution` counts as linear.
-_LINEAR = (_aten.mm, _aten.addmm, _aten.convolution, _aten._convolution, _aten.convolution_backward)
+_LINEAR = (_aten.mm, _aten.addmm)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from onepass._tables import print_table
 from onepass.bench.harness import Interval
-from onepass.compare.attribution import PARTS, UNATTRIBUTED, by_part
+from onepass.compare.attribution import PARTS, PYTHON, UNATTRIBUTED, by_part
 from onepass.compare.measure import FirstStep, Speed
 from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
@@ -20,6 +20,19 @@ from onepass.compare.variants import baseline_of
 
 SCHEMA_VERSION = 1
 SAME = {True: "same", False: "different", None: "cannot tell"}
+_TRAINING = {
+    True: "training is the same",
+    False: "training is DIFFERENT",
+    None: "it cannot be told whether training is the same",
+}
+_DIFFER = "differ from stock's by at most"
+_LABELS = {
+    "linear": "linear layers",
+    "convolution": "convolutions",
+    "recurrent": "LSTM, GRU, RNN",
+    "embedding": "embeddings",
+    PYTHON: "model's Python",
+}
 WORTH_NAMING = 0.10  # share of the swapped step from which a part not accelerated is named
 
 
@@ -118,6 +131,11 @@ def label(dropout: float | None) -> str:
     return "as given" if dropout is None else f"{dropout:g}"
 
 
+def part_label(part: str) -> str:
+    """The name of a part for people."""
+    return _LABELS.get(part, part)
+
+
 def not_accelerated(result: Result) -> dict[str, list[float]]:
     """Parts without a swapped module: their share of the swapped step, per dropout."""
     kinds = {entry["kind"] for entry in result.swap_report["swapped"]}
@@ -149,17 +167,15 @@ def verdict(result: Result) -> str:
         speeds.append(text + with_dropout(speed.dropout) + remark)
     gaps = []
     for phase in result.sameness:
-        words = "" if gaps else " stock-versus-stock"
-        outside = f" ({SAME[phase.same]})" if several and not phase.same else ""
-        numbers = f"{short(phase.gap)} against {short(phase.stock_gap)}"
-        gaps.append(numbers + words + with_dropout(phase.dropout) + outside)
-    rest = [f"{_title(part)}, {_range(share)}" for part, share in not_accelerated(result).items()]
-    if not result.swap_report["swapped"]:
-        tail = " Nothing was swapped."
-    else:
-        tail = f" Not accelerated: {'; '.join(rest)}." if rest else ""
-    tail += _optimizer_sentence(result)
-    return f"{', '.join(speeds)}; loss gap {', '.join(gaps)}: {SAME[result.same]}.{tail}"
+        outside = f"; {SAME[phase.same]}" if several and not phase.same else ""
+        stock = _stock_runs(phase.stock_gap) if not gaps else f"stock runs {short(phase.stock_gap)}"
+        gaps.append(f"{short(phase.gap)}{with_dropout(phase.dropout)} ({stock}{outside})")
+    rest = not_accelerated(result).items()
+    shares = [f"{part_label(part)}, {_range(share)}" for part, share in rest]
+    tail = "" if result.swap_report["swapped"] else " Nothing was swapped."
+    tail += f" Not accelerated: {'; '.join(shares)}." if shares else ""
+    sameness = f"{_TRAINING[result.same]}: losses {_DIFFER} {', '.join(gaps)}"
+    return f"{', '.join(speeds)}; {sameness}.{tail}{_optimizer_sentence(result)}"
 
 
 def _times_faster(interval: Interval) -> tuple[str, str]:
@@ -181,9 +197,13 @@ def _optimizer_sentence(result: Result) -> str:
     text, remark = _times_faster(compared.timing.ratio("onepass", BASELINE.name))
     training = compared.outcomes["onepass"].training
     return (
-        f" AdamW's step: {text} {BASELINE.name}{remark}; loss gap {short(training.gap)} against "
-        f"{short(training.stock_gap)}: {SAME[training.same]}."
+        f" AdamW's step: {text} {BASELINE.name}{remark}; {_TRAINING[training.same]}: losses "
+        f"{_DIFFER} {short(training.gap)} ({_stock_runs(training.stock_gap)})."
     )
+
+
+def _stock_runs(gap: float) -> str:
+    return f"those of stock runs from each other by {short(gap)}"
 
 
 def short(number: float) -> str:
@@ -192,10 +212,6 @@ def short(number: float) -> str:
     if not exponent or -3 <= int(exponent) <= 0:
         return f"{number:.1g}"
     return f"{mantissa}e{int(exponent)}"
-
-
-def _title(part: str) -> str:
-    return "Linear" if part == "linear" else part
 
 
 def _range(shares: list[float]) -> str:
@@ -287,7 +303,9 @@ def _parts_table(speed: Speed) -> Table:
     spent = [speed.variants[name].parts for name in ("stock", "swapped")]
     for part in (*PARTS, "step"):
         totals = [_part_ms(parts, part) for parts in spent]
-        row = [part]
+        if not any(totals) and part != UNATTRIBUTED:  # which ends the section
+            continue
+        row = [part_label(part)]
         for parts, total in zip(spent, totals, strict=True):
             row.append(number(total))
             phases = ("forward", "backward")

@@ -96,14 +96,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _survey(args: argparse.Namespace, settings):
-    from onepass.compare.progress import Progress
+    from onepass.compare.progress import Phase, Progress
     from onepass.estimate.survey import Surveyor
 
     subject = _subject(args)
     gc.freeze()  # skips existing objects: collecting them repeatedly takes a third longer
-    with warnings.catch_warnings(), Progress() as progress:
+    with warnings.catch_warnings(), Progress("estimate", [Phase("Steps")]) as progress:
         warnings.simplefilter("ignore")
-        return Surveyor(subject, settings, progress.phase("Steps")).run()
+        return Surveyor(subject, settings, progress.next()).run()
 
 
 def _subject(args: argparse.Namespace):

@@ -14,6 +14,7 @@ from onepass.swapping import Report, swap
 from onepass.swapping.engine import begin
 
 logger = logging.getLogger("onepass.swap")
+_PREFIX = f"{logger.name}: "
 
 
 class Session:
@@ -38,9 +39,10 @@ class Session:
         self.end(tell=tell)
         self.report, self._end = begin(model, **self._options)
         if tell:
-            say(self.report.summary(), logging.INFO if self.report.swapped else logging.WARNING)
+            level = logging.INFO if self.report.swapped else logging.WARNING
+            say(self.report.summary().removeprefix(_PREFIX), level)
             for note in self.report.notes:
-                say(f"onepass.swap: {note}")
+                say(note)
 
     def end(self, *, tell: bool) -> None:
         """Undoes the changes of `begin`; does nothing if there are none."""
@@ -50,19 +52,19 @@ class Session:
         try:
             end()
         except RuntimeError as error:
-            say(f"onepass.swap: the model stays swapped: {error}", logging.WARNING)
+            say(f"the model stays swapped: {error}", logging.WARNING)
             return
         if tell:
-            say("onepass.swap: the model is as it was before the run")
+            say("the model is as it was before the run")
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Writes a line to the logger "onepass.swap", or to stderr if logging is not configured and
-    would drop it."""
+    """Writes a line to the logger "onepass.swap", whose name formats of logging show; to stderr,
+    with that name, if logging is not configured and would drop it."""
     if logger.hasHandlers():
         logger.log(level, text)
     elif level >= logger.level:
-        print(text, file=sys.stderr)
+        print(f"{_PREFIX}{text}", file=sys.stderr)
 
 
 def own_limit(optimizer: object) -> float | None:

@@ -18,7 +18,7 @@ from torch import nn
 _NATIVE = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 NOTE = (
-    "{names}: attention goes through diffusers' dispatch_attention_fn: calls that it sends to "
+    "{names}: attention goes through diffusers' dispatch_attention_fn; calls that it sends to "
     "another backend than the native ones run there, as in stock"
 )
 

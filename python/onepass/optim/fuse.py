@@ -18,10 +18,12 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
 
     A scheduler made for the old optimizer changes the settings of the new one, since both have the
     same groups. The old one's ``step`` raises from now on, its ``state_dict`` is the new one's, and
-    its hooks move to it. Called again with the same options, it returns the same optimizer.
+    its hooks move to it. Called again with the same options, it returns the same optimizer. An
+    optimizer of this library is returned unchanged.
 
     Args:
-        optimizer: a `torch.optim.AdamW`, `Adam`, `SGD`, `Muon` or `Adafactor`; not a subclass.
+        optimizer: a `torch.optim.AdamW`, `Adam`, `SGD`, `Muon` or `Adafactor`, not a subclass; or
+            one of this library, with the options that it has, if any.
         master, state_dtype, max_grad_norm, zero_grads, ema_decay, ema_dtype: as in
             `onepass.optim.AdamW`.
 
@@ -42,6 +44,11 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
         >>> type(optimizer)
         <class 'onepass.optim.adam.AdamW'>
     """
+    if isinstance(optimizer, FlatOptimizer):
+        has = {name: getattr(optimizer, name) for name in Options._fields}
+        if Options(**has | options).checked("fuse") != Options(**has):
+            raise _refused(has)
+        return optimizer
     ours = _ours().get(type(optimizer))
     if ours is None:
         names = ", ".join(f"torch.optim.{kind.__name__}" for kind in _ours())
@@ -50,9 +57,7 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     done = getattr(optimizer.__dict__.get("step"), "fused", None)
     if done is not None:
         if done[1] != options:
-            raise RuntimeError(
-                f"fuse: optimizer must be one that was not fused with other options, got {done[1]}"
-            )
+            raise _refused(done[1])
         return done[0]
     for method in _METHODS:
         if not _is_of_class(optimizer, method):
@@ -83,6 +88,12 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
 
 
 fuse = with_options(fuse, after=fuse)
+
+
+def _refused(options: dict) -> RuntimeError:
+    return RuntimeError(
+        f"fuse: optimizer must be one that was not fused with other options, got {options}"
+    )
 
 
 def _ours() -> dict[type, type[FlatOptimizer]]:

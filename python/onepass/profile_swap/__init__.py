@@ -66,11 +66,11 @@ def run(settings):
 
     from onepass.bench.machine import machine_facts
     from onepass.compare.data import load_text
-    from onepass.compare.progress import Progress
+    from onepass.compare.progress import Phase, Progress
     from onepass.compare.report import label
     from onepass.compare.settings import make_current
     from onepass.compare.workload import workload_of
-    from onepass.profile_swap.measure import profile
+    from onepass.profile_swap.measure import SECONDS, profile
     from onepass.profile_swap.report import Result
 
     start = time.perf_counter()
@@ -85,11 +85,15 @@ def run(settings):
             text.check(settings.speed.block)
             data = text.describe()
         profiles = []
-        with Progress() as progress:
-            for dropout in settings.dropouts or (None,):
+        dropouts = settings.dropouts or (None,)
+        seconds = 0.0 if settings.quick else SECONDS
+        # At least stock and one kind, once to warm up and once in each round.
+        steps = 2 * (1 + settings.pairs)
+        phases = [Phase(f"Kinds alone, dropout {label(p)}", steps, seconds) for p in dropouts]
+        with Progress(COMMAND, phases) as progress:
+            for dropout in dropouts:
                 workload = workload_of(settings, text, dropout)
-                advance = progress.phase(f"Kinds alone, dropout {label(dropout)}")
-                profiles.append(profile(workload, settings, advance))
+                profiles.append(profile(workload, settings, progress.next()))
         parameters = sum(p.numel() for p in workload.build().parameters())
     finally:
         torch.set_num_threads(threads)

@@ -33,8 +33,8 @@ from onepass.swapping.report import Change
 from onepass.swapping.scores import Form, Recorder, Scores, Term
 
 NOTE = (
-    "{names}: softmax(q k^T) v by hand, if it runs, becomes one call of attention once its first "
-    "call has proven that; print the report again after it"
+    "{names}: softmax(q k^T) v by hand, if it runs, becomes one call of attention; its first call "
+    "proves that, and the report, printed again, tells"
 )
 _UNHOOKED = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 _ROWS = 16  # of each sequence, in a proof

@@ -27,6 +27,7 @@ from onepass.functional._internal import (
 from onepass.swapping import rotary
 from onepass.swapping.inputs import is_autocast, is_for_attention, is_for_loss, is_plain
 from onepass.swapping.probe import is_as_proven
+from onepass.swapping.quantization import Qconfig
 from onepass.swapping.redirection import ARE_SMALL, redirected, with_torchs_error
 from onepass.swapping.specs import (
     ActivatedSpec,
@@ -92,6 +93,8 @@ class DropoutForward(Swapped):
 
 class LinearForward(Swapped):
     _onepass_to = {"linear": "onepass.nn.Linear"}
+
+    qconfig = Qconfig()
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input):

@@ -16,7 +16,7 @@ from onepass.swapping.changes import Edit, Journal
 from onepass.swapping.classes import is_swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
-from onepass.swapping.report import Change, Report
+from onepass.swapping.report import Change, Report, Restored
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
 from onepass.swapping.sample import keep_gains
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
@@ -154,7 +154,7 @@ def swap(
     if strict:
         _check_strict(asked, plan)
     measured = [] if sample is None else keep_gains(plan, model, sample)
-    report.notes = measured + notes.notes(model, plan) + choice.without_a_match(plan.found)
+    report.notes = measured + choice.without_a_match(plan.found) + notes.notes(model, plan)
     if not dry_run:
         report._changes += [
             Change(change.module, type(change.module), change.cls, new=True)
@@ -170,7 +170,7 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
     their former attention's name. What `onepass.integrations.transformers.attach` did stays.
 
     Returns:
-        The fully qualified names of the modules that changed.
+        A list of the fully qualified names of the modules that changed; prints as one line.
 
     Raises:
         TypeError: model is not a module.
@@ -180,8 +180,8 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
         >>> report = onepass.swap(model, kinds="norm")
-        >>> onepass.unswap(model)
-        ['1']
+        >>> print(onepass.unswap(model))
+        onepass.unswap: restored 1 module: 1
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unswap: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -197,7 +197,7 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
     both = [m for item in swapped if vars(m := item.module).get(ATTACHED) == "both"]
     edits += of_classes + [Edit(module, ATTACHED, "attach") for module in both]
     changed = {id(edit.owner) for edit in of_classes} | {id(item.module) for item in named}
-    names = [item.names[0] for item in found if id(item.module) in changed]
+    names = Restored(item.names[0] for item in found if id(item.module) in changed)
     journal.make(edits)
     return names
 

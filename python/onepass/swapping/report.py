@@ -7,7 +7,7 @@ import html
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from onepass.swapping.changes import Edit
 
 _HINT = "swap changes the model in place; drop the assignment"
+MOST_LINES = 5  # of notes that `print` shows
+_BULLET = ("  - ", "    ")
+_NAMED = 3  # groups of names in the line of `unswap`
 _COLUMNS = {
     "swapped": ("name", "count", "kind", "from", "to"),
     "skipped": ("name", "count", "type", "reason"),
@@ -32,13 +35,14 @@ class Change(NamedTuple):
 
 
 class Report:
-    """The result of `onepass.swap`; `print` shows it as a table. It refers to the model.
+    """The result of `onepass.swap`; `print` shows it as a table and the first clause of the most
+    important notes. It refers to the model.
 
     Attributes:
         swapped: dicts with name (fully qualified), from, to, kind.
         skipped: candidates that kept their class; dicts with name, type, reason.
         unknown: modules that look related and have no rule; dicts with name, type, reason.
-        notes: changes beyond speed, as sentences.
+        notes: changes beyond speed, as sentences, the most important first.
         dry_run: True if nothing was changed.
 
     Examples:
@@ -60,7 +64,7 @@ class Report:
 
     def _complete(self) -> list[str]:
         """Moves modules whose own attention turned out to be no `softmax(q k^T) v` to the skipped
-        ones; returns notes on those whose is not known yet."""
+        ones; returns the notes, with one on modules whose is not known yet."""
         from onepass.swapping import by_hand
 
         left, waiting = by_hand.found(self._model, self._changes)
@@ -72,7 +76,7 @@ class Report:
                     {"name": entry["name"], "type": entry["from"], "reason": reason}
                 )
         names = ", ".join(grouped(waiting))
-        return [by_hand.NOTE.format(names=names)] if waiting else []
+        return [by_hand.NOTE.format(names=names)] * bool(waiting) + self.notes
 
     def to_dict(self) -> dict[str, list]:
         """The lists as plain JSON-able data."""
@@ -81,7 +85,7 @@ class Report:
             "swapped": [dict(entry) for entry in self.swapped],
             "skipped": [dict(entry) for entry in self.skipped],
             "unknown": [dict(entry) for entry in self.unknown],
-            "notes": self.notes + notes,
+            "notes": notes,
         }
 
     def summary(self) -> str:
@@ -131,19 +135,26 @@ class Report:
 
         return verify(self, batch, loss_fn)
 
+    def details(self) -> str:
+        """The report with all of every note."""
+        return self._printed(listed)
+
     def __str__(self) -> str:
-        notes = self.notes + self._complete()
+        return self._printed(shortened)
+
+    __repr__ = __str__
+
+    def _printed(self, notes_of: Callable[[list[str]], list[str]]) -> str:
+        notes = self._complete()
         lines = [f"{self._counts()}, {len(self.skipped)} skipped, {len(self.unknown)} unknown"]
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
             if found:
                 lines += ["", *table(section, columns, found)]
-        return "\n".join(lines + listed(notes))
-
-    __repr__ = __str__
+        return "\n".join(lines + notes_of(notes))
 
     def _repr_html_(self) -> str:
-        notes = self.notes + self._complete()
+        notes = self._complete()
         parts = [f"<b>{html.escape(str(self).splitlines()[0])}</b>"]
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
@@ -152,8 +163,9 @@ class Report:
                 body = "".join(_html_row("td", columns, map(html.escape, row)) for row in found)
                 parts.append(f"<table><caption>{section}</caption>{head}{body}</table>")
         if notes:
-            items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-            parts.append(f"<ul>{items}</ul>")
+            parts.append(_html_list(first_clause(note) for note in notes[:MOST_LINES]))
+            whole = f"<summary>{len(notes)} notes, whole</summary>{_html_list(notes)}"
+            parts.append(f"<details>{whole}</details>")
         return "\n".join(parts)
 
     def _rows(self, section: str) -> list[tuple[str, ...]]:
@@ -176,12 +188,52 @@ def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+class Restored(list[str]):
+    """The names of the modules that `unswap` changed; prints as one line."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "onepass.unswap: nothing was swapped"
+        groups = grouped(self)
+        more = f" and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
+        modules = "1 module" if len(self) == 1 else f"{len(self)} modules"
+        return f"onepass.unswap: restored {modules}: {', '.join(groups[:_NAMED])}{more}"
+
+    __repr__ = __str__
+
+
 def listed(notes: list[str]) -> list[str]:
     """The lines that print notes, no wider than the terminal; none if there are no notes."""
     if not notes:
         return []
-    width = min(100, terminal_width(100))
-    return ["", "notes", *(folded(note, width, "  - ", "    ") for note in notes)]
+    width = _width_of_notes()
+    return ["", "notes", *(folded(note, width, *_BULLET) for note in notes)]
+
+
+def shortened(notes: list[str]) -> list[str]:
+    """The first clauses of the first notes, in at most `MOST_LINES` lines below their head."""
+    if not notes:
+        return []
+    lines, shown = [], 0
+    for note in notes:
+        left = MOST_LINES - len(lines)
+        if not left:
+            break
+        clause = first_clause(note)
+        lines += folded(clause, _width_of_notes(), *_BULLET, max_lines=left).splitlines()
+        shown += 1
+    is_whole = shown == len(notes) and all(note == first_clause(note) for note in notes)
+    head = "notes" if is_whole else "notes (print(report.details()) has all of them)"
+    return ["", head, *lines]
+
+
+def first_clause(note: str) -> str:
+    """What comes first in a note is its point; details follow after a semicolon."""
+    return note.partition("; ")[0]
+
+
+def _width_of_notes() -> int:
+    return min(100, terminal_width(100))
 
 
 def terminal_width(otherwise: int = 1 << 20) -> int:
@@ -189,7 +241,13 @@ def terminal_width(otherwise: int = 1 << 20) -> int:
     return shutil.get_terminal_size((otherwise, 24)).columns
 
 
-def folded(text: str, width: int, first: str = "", others: str = "    ") -> str:
+def folded(
+    text: str,
+    width: int,
+    first: str = "",
+    others: str = "    ",
+    max_lines: int | None = None,
+) -> str:
     """The text in lines of this width, which begin with `first` and `others`; words stay whole."""
     return textwrap.fill(
         text,
@@ -198,7 +256,13 @@ def folded(text: str, width: int, first: str = "", others: str = "    ") -> str:
         subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
+        max_lines=max_lines,
+        placeholder=" ...",
     )
+
+
+def _html_list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{html.escape(item)}</li>' for item in items)}</ul>"
 
 
 def _html_row(tag: str, columns: Iterable[str], cells: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ The model's state is restored as by `Report.verify`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,7 @@ from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.undisturbed import State
 
 if TYPE_CHECKING:
-    from onepass.bench.harness import Interval, Timing
+    from onepass.bench.harness import Timing
 
 # Modules are timed for this long, or for as long as this many steps take; steps for half of that.
 SECONDS, STEPS = 1.0, 10
@@ -57,6 +58,12 @@ class _Unit(NamedTuple):
     named: list[Edit]  # of configs by which modules take attention by name
     calls: list[Call]  # of the first module; empty: whole steps are timed
 
+    @property
+    def kind(self) -> str:
+        """What it swaps, for a report."""
+        kinds = self.changes[0].cls._onepass_to if self.changes else ("attention",)
+        return " and ".join(kinds)
+
     def edits(self) -> list[Edit]:
         return [Edit(change.module, "__class__", change.cls) for change in self.changes] + (
             self.named
@@ -85,6 +92,7 @@ class _Measurement:
         self.plan, self.model = plan, model
         self.step = repeated(model, [Call.of(model, sample)])
         self.taken: list[Edit] = []
+        self.saved: Counter[str] = Counter()  # seconds of a step, by kind
 
     def decide(self) -> list[str]:
         calls = self._calls()
@@ -95,11 +103,11 @@ class _Measurement:
         by_steps = []
         units = self._units(calls)
         for left, unit in zip(range(len(units), 0, -1), units, strict=True):
-            ratio = self._of_calls(unit, max(0.0, end - time.perf_counter()) / left)
-            if ratio is None:
+            timing = self._of_calls(unit, max(0.0, end - time.perf_counter()) / left)
+            if timing is None:
                 by_steps.append(unit)
             else:
-                self._take_or_leave_out(unit, ratio)
+                self._take_or_leave_out(unit, timing, SWAPPED, len(unit.changes))
         variants = {
             str(number): self._with(self.taken + unit.edits())
             for number, unit in enumerate(by_steps)
@@ -107,7 +115,7 @@ class _Measurement:
         if variants:
             timing = self._timed({STOCK: self._with(self.taken), **variants}, seconds / 2)
             for number, unit in enumerate(by_steps):
-                self._take_or_leave_out(unit, timing.ratio(str(number), STOCK))
+                self._take_or_leave_out(unit, timing, str(number))
         return self._decide_all(seconds / 2) if self.taken else []
 
     def _calls(self) -> dict[int, list[Call] | None]:
@@ -150,7 +158,7 @@ class _Measurement:
         units = [_Unit(group, [], calls[id(group[0].module)] or []) for group in groups.values()]
         return units + [_Unit([], self.plan.named, [])] * bool(self.plan.named)
 
-    def _of_calls(self, unit: _Unit, seconds: float) -> Interval | None:
+    def _of_calls(self, unit: _Unit, seconds: float) -> Timing | None:
         """Of the unit's first module; None if it has no calls that can be repeated."""
         if not unit.calls:
             return None
@@ -163,7 +171,7 @@ class _Measurement:
         }
         with in_force(self.taken):
             try:
-                return self._timed(functions, seconds).ratio(SWAPPED, STOCK)
+                return self._timed(functions, seconds)
             except Exception:  # foreign code that cannot be called alone
                 return None
 
@@ -179,17 +187,23 @@ class _Measurement:
     def _timed(self, functions: dict[str, Callable[[], object]], seconds: float) -> Timing:
         from onepass.bench.harness import clock_of, measure_pairs
 
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         return measure_pairs(
             functions, rounds=ROUNDS, seconds=seconds, max_rounds=MOST_ROUNDS, warm_up=1,
-            clock=clock_of(device.type),
+            clock=clock_of(self._device.type),
         )  # fmt: skip
 
-    def _take_or_leave_out(self, unit: _Unit, ratio: Interval) -> None:
-        if ratio.low > 1.0:
-            self.taken += unit.edits()
-        else:
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def _take_or_leave_out(self, unit: _Unit, timing: Timing, variant: str, count: int = 1) -> None:
+        """By a variant's time against stock's; count: how many calls of a step the timed one is."""
+        ratio = timing.ratio(variant, STOCK)
+        if ratio.low <= 1.0:
             self._leave_out(unit.changes, Reason.NO_GAIN.because(ratio), unit.named)
+            return
+        self.taken += unit.edits()
+        self.saved[unit.kind] += count * (timing.median(STOCK) - timing.median(variant))
 
     def _leave_out(self, changes: list[ClassChange], reason: Because, named: Sequence[Edit] = ()):
         self.plan.leave_out({id(change.module) for change in changes}, reason, bool(named))
@@ -202,7 +216,9 @@ class _Measurement:
             self._leave_out(self.plan.classes, Reason.NO_GAIN_IN_ALL.because(ratio), named)
             return []
         step = "forward and backward" if self.model.training else "forward"
-        return [f"measured on the sample, {step}: {ratio} times as fast as stock"]
+        (kind, most), where = self.saved.most_common(1)[0], self._device.type.upper()
+        mostly = f", most of it {kind}" if most > self.saved.total() / 2 else ""
+        return [f"measured on the sample, {step}: {ratio} times as fast on this {where}{mostly}"]
 
 
 def repeated(module: nn.Module, calls: Sequence[Call]) -> Callable[[], None]:

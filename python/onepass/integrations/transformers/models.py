@@ -37,8 +37,8 @@ _RECORD = "_onepass_attention_before"  # on a PreTrainedModel: its configs' atte
 _WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _BY_ITSELF = "takes no attention from transformers' registry; onepass.swap looks at its modules"
 _CACHE = (
-    "layers under torch's checkpoint wrappers append to a KV cache again as they are recomputed: "
-    "pass use_cache=False in training (with use_reentrant=True gradients would miss the keys and "
+    "pass use_cache=False in training; layers under torch's checkpoint wrappers append to a KV "
+    "cache again as they are recomputed (with use_reentrant=True gradients would miss the keys and "
     "values, with padding it raises; stock's do the same)"
 )
 

@@ -1,0 +1,228 @@
+"""Where the time of a watched step goes, by a clock that advances where a test says so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.compare import attribution, train
+from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
+from onepass.compare.errors import BadInput
+from onepass.compare.model import GPT, Sizes
+from tests.compare.cases import TINY, FakeClock, tokens
+from tests.compare.test_pieces import one_thread  # noqa: F401
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which takes seconds of a clock in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, clock, forward_seconds, backward_seconds):
+        ctx.clock, ctx.seconds = clock, backward_seconds
+        clock.now += forward_seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.now += ctx.seconds
+        return gradient.clone(), None, None, None
+
+
+class SlowDropout(nn.Dropout):
+    def __init__(self, clock):
+        super().__init__(0.5)
+        self.clock = clock
+
+    def forward(self, x):
+        return super().forward(Slow.apply(x, self.clock, 3.0, 6.0))
+
+
+class SlowRmsNorm(nn.Module):
+    """A user's own norm, composed of several operations."""
+
+    def __init__(self, width, clock):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.clock = clock
+
+    def forward(self, x):
+        x = Slow.apply(x, self.clock, 2.0, 5.0)
+        return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
+
+
+IN_A_GPT = (*PARTS[:6], "embedding", attribution.OTHER)
+
+
+def watch(model, *batch, device="cpu"):
+    settings = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    return train.Trainer(model, settings).watched_step(batch)
+
+
+def test_parts_sum_to_the_step(monkeypatch):
+    clock = FakeClock(tick=1.0)
+    monkeypatch.setattr(attribution, "clock", clock)
+    data = tokens()
+    spent = watch(GPT(TINY, dropout=0.1), data[:, :-1], data[:, 1:])
+    # Every interval between two readings counts once, except the one in which hooks are set.
+    assert sum(by_part(spent).values()) == 1e3 * (clock.readings - 2)
+    assert sum(by_part(attribution.scaled(spent, 123.0)).values()) == pytest.approx(123.0)
+    for part in IN_A_GPT:
+        assert spent["forward"][part] > 0 and spent["backward"][part] > 0, part
+    assert spent["update"]["optimizer"] == sum(spent["update"].values()) == 1e3
+
+
+def test_slow_dropout_and_slow_norm_show_up_where_they_are(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(attribution, "clock", clock)
+    model = nn.Sequential(nn.Linear(8, 8), SlowDropout(clock), SlowRmsNorm(8, clock), nn.GELU())
+    spent = watch(model, torch.randn(4, 8))
+    assert spent["forward"] == dict.fromkeys(PARTS, 0.0) | {"dropout": 3e3, "norm": 2e3}
+    assert spent["backward"] == dict.fromkeys(PARTS, 0.0) | {"dropout": 6e3, "norm": 5e3}
+    assert sum(spent["update"].values()) == 0.0
+
+
+class Slowly(nn.Module):
+    """What onepass has nothing for, and Python that takes its time between the functions."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(10, 8), nn.LSTM(8, 8, batch_first=True)
+        self.conv, self.clock = nn.Conv1d(8, 8, 1), clock
+
+    def forward(self, tokens):
+        x, _ = self.lstm(self.embed(tokens))
+        self.clock.now += 7.0
+        assert x.shape[1] == tokens.shape[1]  # no operator
+        x = Slow.apply(self.conv(x.transpose(1, 2)), self.clock, 4.0, 5.0)
+        return x + nn.functional.conv1d(x, self.conv.weight)
+
+
+def test_what_is_not_ours_has_rows(monkeypatch):
+    clock = FakeClock(tick=1.0)
+    monkeypatch.setattr(attribution, "clock", clock)
+    spent = watch(Slowly(clock), torch.randint(10, (2, 3)))
+    ticks = {part: ms / 1e3 for part, ms in spent["forward"].items() if ms}
+    # One interval for each part that was entered, and one after it.
+    assert ticks.pop("Python") == pytest.approx(7.0 + 4.0 + sum(ticks.values()), abs=3.0)
+    assert ticks.pop("other operators") >= 2.0  # transpose, add
+    assert ticks == {"embedding": 1.0, "recurrent": 1.0, "convolution": 2.0}
+    backward = {part for part, ms in spent["backward"].items() if ms}
+    assert backward >= {"embedding", "recurrent", "convolution", "other operators"}
+    assert spent["backward"]["Python"] == 0.0
+
+
+def test_functions_that_an_optimizer_calls_are_its_own(monkeypatch):
+    monkeypatch.setattr(attribution, "clock", FakeClock(tick=1.0))
+    monkeypatch.setattr(train.Trainer, "_has_trained", True, raising=False)
+    settings = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    slow = lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=False)  # noqa: E731
+    trainer = train.Trainer(nn.Linear(4, 4), settings, make_optimizer=slow)
+    update = trainer.watched_step((torch.randn(2, 4),))["update"]
+    assert update["optimizer"] == sum(update.values()) == 1e3
+
+
+def test_cuda_stamps_are_events_of_the_stream(monkeypatch):
+    """With events of a stream that takes a second between each two."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            recorded.append(self)
+
+        def synchronize(self):
+            assert self is recorded[-1], "the last one closes the step"
+
+        def elapsed_time(self, end):
+            return 1e3 * (recorded.index(end) - recorded.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    data = tokens()
+    spent = watch(GPT(TINY, dropout=0.1), data[:, :-1], data[:, 1:], device="cuda")
+    assert sum(by_part(spent).values()) == 1e3 * (len(recorded) - 2)
+    for part in IN_A_GPT:
+        assert spent["forward"][part] > 0 and spent["backward"][part] > 0, part
+
+
+def test_median_of_watched_steps():
+    steps = [
+        {phase: dict.fromkeys(PARTS, ms) for phase in attribution.PHASES} for ms in (1.0, 9.0, 2.0)
+    ]
+    assert attribution.median(steps)["forward"]["norm"] == 2.0
+
+
+def test_swapped_modules_are_attributed_backward_too():
+    sizes = Sizes(layers=1, heads=2, width=64, block=64, batch=2)
+    model = GPT(sizes, dropout=0.1)
+    onepass.swap(model)
+    data = tokens(sizes)
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.watch(model):
+        loss = model(data[:, :-1], data[:, 1:])
+    owners = {}
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        owners[node.name()] = timeline._owner(node._sequence_nr())
+        pending += [child for child, _ in node.next_functions if child and child.next_functions]
+    ours = ("Norm", "Dropout", "_Attention")
+    found = {part for name, part in owners.items() if any(word in name for word in ours)}
+    assert found == {"norm", "dropout", "attention"}, owners
+    assert owners["AddmmBackward0"] == "linear"
+    assert owners["AddBackward0"] == attribution.OTHER
+
+
+def test_hand_written_attention_is_told_from_linear():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            projected = x @ self.weight.t()
+            return torch.softmax(projected @ projected.transpose(1, 2), -1) @ projected
+
+    model = Attention()
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.watch(model):
+        timeline.enter_phase("forward")
+        model(torch.randn(2, 4, 8))
+        timeline.enter_phase("backward")
+    entered = [part for _, _, part in timeline._marks if part in PARTS[:6]]
+    assert entered == ["linear", "attention", "attention", "attention"]
+
+
+def test_adaptive_norm_with_a_projection_is_looked_into():
+    class AdaptiveNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(4, 4)
+
+    assert part_of_module(AdaptiveNorm()) is None
+    assert part_of_module(nn.GroupNorm(1, 4)) == "norm"
+
+
+def test_watching_survives_checkpoints_and_errors():
+    """A checkpointed forward runs again in the backward; an error leaves no mode behind."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+
+    spent = watch(Net(), torch.randn(4, 8))
+    assert spent["forward"]["norm"] > 0 and spent["backward"]["norm"] > 0
+    model = nn.LayerNorm(8)
+    with pytest.raises(BadInput, match="normalized_shape"):
+        watch(model, torch.randn(4, 7))
+    assert torch._C._len_torch_function_stack() == 0
+    assert not model._forward_hooks and not model._forward_pre_hooks

@@ -1,0 +1,106 @@
+"""The progress of a run: the time left, on a terminal and off it."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+
+pytest.importorskip("rich", reason="draws the bar")
+
+from onepass.compare import progress
+from onepass.compare.optimizers import BASELINE, Choice
+from onepass.compare.phases import phases_of
+from onepass.compare.progress import Phase, Progress
+from tests.compare.cases import settings_of
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress, "clock", lambda: now[0])
+    return now
+
+
+PHASES = [
+    Phase("Speed, dropout 0.1", 10),
+    Phase("Speed, dropout 0", 10),
+    Phase("Sameness, dropout 0", 0, 60.0),
+    Phase("Optimizers"),
+]
+
+
+def test_time_left_is_that_of_this_phase_and_of_those_ahead(clock):
+    shown = Progress("compare", PHASES)
+    assert shown.times() == (0.0, None)
+    advance = shown.next()
+    assert shown.line() == "Speed, dropout 0.1: step 0 of 10; 0:00 so far"
+    clock[0] = 4.0
+    advance()
+    advance()
+    # Two seconds a step; the same again without dropout, a minute, and the mean of all so far.
+    assert shown.times() == (4.0, 16.0 + 20.0 + 60.0 + 20.0)
+    assert shown.line().endswith(": step 2 of 10; 0:04 of about 2:00, 1:56 left")
+    clock[0] = 30.0
+    for _ in range(9):
+        advance()
+    assert shown.line().startswith("Speed, dropout 0.1: step 11; ")
+    advance = shown.next()
+    clock[0] = 31.0
+    advance()
+    assert shown.times() == (31.0, 9.0 + 60.0 + 10.0)
+    shown.next()
+    clock[0] = 41.0
+    assert shown.times()[1] == 50.0 + (60.0 + 1.0) / 2
+    shown.next()()
+    assert shown.line() == "Optimizers: step 1; 0:41 so far"
+
+
+def test_a_phase_that_takes_longer_than_expected_says_so(clock):
+    shown = Progress("compare", [Phase("Speed", 1, 5.0)])
+    shown.next()()
+    clock[0] = 6.0
+    assert shown.line() == "Speed: step 1 of 1; 0:06 so far, longer than expected"
+
+
+def test_a_line_every_ten_seconds_off_a_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+    monkeypatch.setattr("sys.stderr", told := io.StringIO())
+    with Progress("compare", PHASES) as shown:
+        shown.next()()
+        deadline = time.monotonic() + 30.0
+        while told.getvalue().count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    lines = told.getvalue().splitlines()
+    minutes = r"\d+:\d\d"
+    form = rf"{minutes} of about {minutes}, {minutes} left"
+    assert len(lines) >= 2
+    assert all(re.fullmatch(f"compare: Speed, dropout 0.1: step 1 of 10; {form}", x) for x in lines)
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("sys.stderr", told := Terminal())
+    with Progress("compare", PHASES) as shown:
+        shown.next()()
+        shown._bars.refresh()
+    assert "Speed, dropout 0.1: step 1 of 10" in told.getvalue() and " left" in told.getvalue()
+
+
+def test_phases_know_their_least_steps_and_seconds():
+    choices = [BASELINE, Choice("onepass")]
+    quick = {p.name: p for p in phases_of(settings_of("--steps", "5"), (0.1, 0.0), choices)}
+    assert list(quick) == [
+        "Speed, dropout 0.1", "Speed, dropout 0", "Sameness, dropout 0.1", "Sameness, dropout 0",
+        "Optimizers",
+    ]  # fmt: skip
+    assert all(phase.steps and not phase.seconds for phase in quick.values())
+    assert quick["Sameness, dropout 0"].steps == 25
+    assert quick["Optimizers"].steps == 3 * 2 + 5

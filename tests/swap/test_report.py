@@ -1,0 +1,153 @@
+"""The report of a swap: tables, notes, a line for a log, data and HTML; the line of `unswap`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass._ops import device_attention, small_calls
+from onepass.swapping import notes
+from onepass.swapping.report import first_clause
+from tests.swap.foreign_norms import RMS
+from tests.swap.test_swap import Model
+
+
+def test_report_is_not_a_model():
+    hint = re.escape("swap changes the model in place; drop the assignment")
+    model = onepass.swap(Model())
+    with pytest.raises(TypeError, match=hint):
+        model(torch.randn(2, 16))
+    for attribute in ("parameters", "train", "eval", "state_dict", "to", "forward", "layers"):
+        with pytest.raises(AttributeError, match=hint):
+            getattr(model, attribute)
+
+
+def test_report_prints_as_an_aligned_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    report = onepass.swap(nn.ModuleDict({"model": Model(3), "bn": nn.BatchNorm1d(4)}))
+    lines = str(report).splitlines()
+    assert lines[0] == "onepass.swap: swapped 13, 1 skipped, 0 unknown"
+    head = next(line for line in lines if line.startswith("swapped"))
+    rows = [line for line in lines if "layers.*" in line]
+    assert len(rows) == 4 and "model.layers.*.norm3" in rows[2]
+    for row in rows:  # three layers share a row, and the columns stand under their heads
+        assert row[: head.index("kind")].rstrip().endswith(" 3")
+        assert row[head.index("from") - 1] == " " and row[head.index("from")] != " "
+    assert any("BatchNorm1d" in line and "statistics" in line for line in lines)
+    notes = lines[lines.index("notes (print(report.details()) has all of them)") + 1 :]
+    assert "reproducible from manual_seed and not equal" in " ".join("".join(notes).split())
+
+    monkeypatch.setenv("COLUMNS", "64")  # the last column is on lines of its own
+    narrow = str(report).splitlines()
+    assert max(map(len, narrow)) <= 64
+    below = narrow[narrow.index(next(line for line in narrow if "layers.*.norm1" in line)) + 1]
+    assert below.strip() == "onepass.nn.LayerNorm" and below.startswith(" " * 11)
+    narrow = report.details().splitlines()
+    monkeypatch.setenv("COLUMNS", "100")
+    assert sorted(" ".join(narrow).split()) == sorted(report.details().split())
+
+
+def test_report_as_a_line_for_a_log():
+    norms = [nn.LayerNorm(4) for _ in range(3)]
+    model = nn.Sequential(*norms, nn.Dropout(), nn.Dropout2d())
+    report = onepass.swap(model, kinds=["norm", "dropout"], exclude=["1", "2"], dry_run=True)
+    assert report.summary() == (
+        "onepass.swap: would swap 2 (dropout 1, norm 1), skipped 2 (1: excluded by '1'; 2: "
+        "excluded by '2'), unknown 1 (4: no rule for this kind of dropout)"
+    )
+    assert onepass.swap(nn.ReLU()).summary() == "onepass.swap: swapped 0"
+
+
+def test_report_as_data_and_html():
+    report = onepass.swap(nn.ModuleDict({"<b>": nn.LayerNorm(4), "bn": nn.BatchNorm1d(4)}))
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["swapped"] == [
+        {
+            "name": "<b>",
+            "from": "torch.nn.modules.normalization.LayerNorm",
+            "to": "onepass.nn.LayerNorm",
+            "kind": "norm",
+        }
+    ]
+    assert data["skipped"][0]["type"] == "torch.nn.modules.batchnorm.BatchNorm1d"
+    assert set(data["skipped"][0]) == {"name", "type", "reason"} and data["unknown"] == []
+    markup = report._repr_html_()
+    assert "&lt;b&gt;" in markup and '<td style="text-align: left">BatchNorm1d</td>' in markup
+    twin = copy.deepcopy(report)
+    assert str(twin) == str(report) == str(pickle.loads(pickle.dumps(report)))
+
+
+def test_notes_tell_what_changes_beyond_speed():
+    assert not onepass.swap(nn.RMSNorm(4)).notes
+    (note,) = onepass.swap(nn.Dropout(0.1)).notes
+    assert "reproducible from manual_seed" in note and "unseeded shuffle" in note
+    (note,) = onepass.swap(RMS(4)).notes
+    assert "numeric probe" in note
+
+
+def test_at_most_five_lines_of_notes_are_printed(monkeypatch):
+    found = onepass.swap(Model())
+    found.notes = [f"point {number}; details" for number in range(7)]
+    shown = str(found).splitlines()
+    assert shown[-6] == "notes (print(report.details()) has all of them)"
+    assert shown[-5:] == [f"  - point {number}" for number in range(5)]
+    assert "point 5" not in found._repr_html_().partition("<details>")[0]
+    for text in (found.details(), found._repr_html_()):
+        assert all(note in text for note in found.notes)
+    found.notes = ["a point"]
+    assert (
+        str(found).splitlines()[-2:] == ["notes", "  - a point"] and str(found) == found.details()
+    )
+    monkeypatch.setenv("COLUMNS", "60")
+    found.notes = [" ".join(["long"] * 100), "another"]
+    lines = str(found).splitlines()
+    assert len(lines) - lines.index(next(line for line in lines if line.startswith("notes"))) == 6
+    assert lines[-1].endswith("...") and max(map(len, lines)) <= 60
+
+
+def test_the_point_of_a_note_fits_into_a_line():
+    texts = [
+        text
+        for module in (notes, small_calls, device_attention)
+        for name, text in vars(module).items()
+        if isinstance(text, str) and name.rpartition("_")[0] and name.isupper()
+        if name not in ("ATTENTION_NOTE", "LINEAR_CALLS_NOTE", "LOSS_CALLS_NOTE")  # parts of others
+    ]
+    assert len(texts) > 15
+    for text in texts:
+        assert len(first_clause(text)) <= 96, text
+
+
+def test_what_the_user_must_do_comes_before_what_is_good_to_know():
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, dropout=0.1), "norm": nn.LayerNorm(8)})
+    found = onepass.swap(model, exclude="b").notes
+    for place, words in enumerate(
+        ("matches no module", "need_weights", "manual_seed", "layer norm")
+    ):
+        assert words in found[place]
+
+
+def test_unswap_prints_as_one_line():
+    model = Model(3)
+    onepass.swap(model, kinds=("norm", "dropout"))
+    restored = onepass.unswap(model)
+    assert (
+        str(restored)
+        == repr(restored)
+        == (
+            "onepass.unswap: restored 13 modules: layers.*.norm1, layers.*.norm2, layers.*.norm3 "
+            "and 2 more"
+        )
+    )
+    assert restored == list(restored) and len(restored) == 13
+    assert str(onepass.unswap(model)) == "onepass.unswap: nothing was swapped"
+    norm = nn.LayerNorm(4)
+    onepass.swap(norm)
+    assert str(onepass.unswap(norm)) == "onepass.unswap: restored 1 module: (root)"
