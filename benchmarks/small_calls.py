@@ -54,6 +54,7 @@ def main() -> int:
     small_calls.LEAST_ACTIVATED.clear()
     small_calls.LEAST_ACTIVATION.clear()
     small_calls.LEAST_BY_HAND.clear()
+    small_calls.LEAST_MASKED_BY_HAND.clear()
     small_calls.LEAST_ATTENTION.clear()  # ours at every size, whatever torch has
     small_calls.LEAST_LINEAR_CALLS.clear()
     small_calls.LEAST_LINEAR.clear()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
+from onepass._ops import small_calls
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
 
@@ -359,3 +360,23 @@ def test_verify():
     verdict = report.verify(tokens())
     assert verdict.ok, verdict
     assert verdict.kernels["attention"] >= 2
+
+
+@pytest.mark.parametrize(("cls", "is_masked"), [(cases.NanoGPT, True), (cases.Shortest, False)])
+def test_small_calls_run_as_written(monkeypatch, cls, is_masked):
+    """Bounds are those of modules with masks until the first call shows that there are none."""
+    masked, without = 2**12, 2**14
+    monkeypatch.setattr(small_calls, "LEAST_MASKED_BY_HAND", {torch.float32: (masked, masked)})
+    monkeypatch.setattr(small_calls, "LEAST_BY_HAND", {torch.float32: (without, without)})
+    monkeypatch.setattr(small_calls, "MOST_THREADS", 1)
+    _, ours = swapped(cls)
+    sizes = {batch: batch * cases.TOKENS**2 * cases.WIDTH for batch in (1, 4, 8)}
+    assert sizes[1] < masked < sizes[4] < without < sizes[8]
+    counts = []
+    for batch in (1, 4, 4, 8):
+        ours(tokens(batch))
+        counts.append(fate(ours).taken)
+    assert counts == ([0, 1, 2, 3] if is_masked else [0, 1, 1, 2])
+    with small_calls.all_gain():
+        ours(tokens(1))
+    assert fate(ours).taken == counts[-1] + 1

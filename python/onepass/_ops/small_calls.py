@@ -47,9 +47,14 @@ LEAST_ATTENTION = {
     torch.bfloat16: (0, 1 << 20),
     torch.float16: (0, 1 << 20),
 }
-# The same of a module that computes attention by hand, without a mask (Zen 5, AVX-512 with
-# bfloat16): its calls are recorded one by one.
-LEAST_BY_HAND = dict.fromkeys(_FLOATS, (1 << 25, 1 << 25))
+# The same of a module that computes attention by hand (Zen 5, AVX-512 with bfloat16): its calls are
+# recorded one by one. With masks, or not known yet, it gains from fewer on.
+LEAST_BY_HAND = {
+    torch.float32: (1 << 25, 1 << 25),
+    torch.bfloat16: (1 << 27, 1 << 25),
+    torch.float16: (1 << 27, 1 << 25),
+}
+LEAST_MASKED_BY_HAND = dict.fromkeys(_FLOATS, (1 << 24, 1 << 24))
 # Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
 # slow).
 LEAST_LINEAR = {
@@ -406,9 +411,9 @@ def attention_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bo
     return _attention_is_small(LEAST_ATTENTION, module, args)
 
 
-def attention_by_hand_is_small(module: nn.Module, args: tuple) -> bool:
+def attention_by_hand_is_small(module: nn.Module, args: tuple, is_masked: bool) -> bool:
     """The same of a module that computes attention by hand."""
-    return _attention_is_small(LEAST_BY_HAND, module, args)
+    return _attention_is_small(LEAST_MASKED_BY_HAND if is_masked else LEAST_BY_HAND, module, args)
 
 
 def _attention_is_small(bounds: dict, module: nn.Module, args: tuple) -> bool:

@@ -49,7 +49,10 @@ def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
         return True
     if forward_ad._current_level >= 0 or are_transforms_active():
         return True
-    return bool(fate(module).reason) or small_calls.attention_by_hand_is_small(module, args)
+    known = fate(module)
+    return bool(known.reason) or small_calls.attention_by_hand_is_small(
+        module, args, known.is_masked
+    )
 
 
 def found(
@@ -77,6 +80,7 @@ class Fate:
     def __init__(self):
         self.taken = self.idle = 0
         self.reason = ""
+        self.is_masked = True  # until it is known
 
 
 _FATES: WeakKeyDictionary[nn.Module, Fate] = WeakKeyDictionary()
@@ -123,6 +127,8 @@ class Hand(Recorder):
         if proven[key]:
             self._leave(proven[key])
             return None
+        found = fate(self._module)
+        found.is_masked = call.is_causal or call.mask is not None or call.bias is not None
         output = call.run(scores.form.dropout_p, self._run)
         return output.reshape(*scores.form.lead, *output.shape[-2:])
 
