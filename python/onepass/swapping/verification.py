@@ -86,7 +86,8 @@ class Verification:
         kernels: calls of onepass's kernels that were verified, by operator.
         larger_kernels: those that this batch is too small for, by operator: verified on it all the
             same, in a second pass.
-        not_run: names of swapped modules that were not called, and of dropouts, which are off.
+        not_run: names of swapped modules that were not called, and of dropouts that were off.
+        dropout_off: why a model in train mode ran in eval mode; empty if it did not.
     """
 
     def __init__(
@@ -97,13 +98,14 @@ class Verification:
         padding: tuple[str, ...] = (),
         calls: Calls = Calls(),
         not_run: tuple[str, ...] = (),
+        dropout_off: str = "",
     ):
         self.deviations = sorted(deviations, key=_rank, reverse=True)
         self.loss = loss
         self.judged = judged
         self.padding = padding
         self.kernels, self.larger_kernels = dict(calls.ours), dict(calls.larger)
-        self.not_run = not_run
+        self.not_run, self.dropout_off = not_run, dropout_off
         self.reason = ""
         if all_close(deviations):
             self.reason = _nothing_ran(calls) or _silence(deviations)
@@ -129,6 +131,7 @@ class Verification:
             "kernels": self.kernels,
             "larger_kernels": self.larger_kernels,
             "not_run": list(self.not_run),
+            "dropout_off": self.dropout_off,
             "tensors": [deviation._asdict() for deviation in self.deviations],
         }
 
@@ -166,6 +169,8 @@ class Verification:
             parts.append(f"run as in a larger batch {_counted(self.larger_kernels)}")
         if self.not_run:
             parts.append(f"swapped and not run {', '.join(grouped(list(self.not_run)))}")
+        if self.dropout_off:
+            parts.append(f"dropout was off: {self.dropout_off}")
         return "".join(f"; {part}" for part in parts)
 
     __repr__ = __str__
