@@ -30,6 +30,7 @@ from onepass._ops.random import draw_seed
 from onepass.functional.attention import _autocast
 from onepass.nn.dropout import _is_channels_last
 from onepass.reference import attention, dropout
+from onepass.swapping.undisturbed import Random
 
 _attend = torch._scaled_dot_product_attention_math
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
@@ -75,16 +76,19 @@ class _Call(NamedTuple):
         return p == self.p and bool(is_same) and math.prod(few) == math.prod(many)
 
 
+class Unpaired(Exception):
+    """Why stock cannot have the masks of the swapped form."""
+
+
 class Masks:
     """The masks of one step.
 
     Attributes:
         calls: by seed.
-        problem: why stock could not have swapped's masks; empty if it had them.
     """
 
     def __init__(self):
-        self.problem = ""
+        self._problem = ""
         self.calls: dict[tuple, _Call] = {}
         self._keep: dict[tuple, Tensor] = {}
         self._noise: list[tuple] = []  # (numbers, state of the generator after them)
@@ -108,6 +112,17 @@ class Masks:
         with _Dropouts(self), _Noise(self._noise, replays=True):
             yield
 
+    def check(self, swapped: Random, stock: Random) -> None:
+        """Raises Unpaired if masks or other random numbers differed.
+
+        Args:
+            swapped, stock: the random state after each run.
+        """
+        if self._problem:
+            raise Unpaired(self._problem)
+        if swapped != stock:
+            raise Unpaired("stock and swapped draw different random numbers")
+
     def note(self, seed: Tensor, call: _Call) -> None:
         self.calls.setdefault(tuple(seed.tolist()), call)
 
@@ -124,10 +139,10 @@ class Masks:
             and _is_channels_last(input)
         )
         if made is None:
-            self.problem = self.problem or "stock drops out where the swapped model does not"
+            self._problem = self._problem or "stock drops elements where the swapped model does not"
         elif not (is_moved or made.fits(shape, call.p)):
-            self.problem = self.problem or "stock drops out tensors of other shapes"
-        if made is None or self.problem:
+            self._problem = self._problem or "stock drops elements of tensors of other shapes"
+        if made is None or self._problem:
             return call.keep(seed).view(shape)
         if key not in self._keep:
             self._keep[key] = made.keep(seed)
@@ -242,7 +257,7 @@ def _call_of(given: dict, result) -> _Call:
     if "query" not in given:
         first = result if isinstance(result, Tensor) else result[0]
         return _Call(p, tuple(first.shape), False, True)
-    if any(given.get(name) not in (None, 0) for name in _POSITIONS):
+    if any(isinstance(value, Tensor) or value for value in map(given.get, _POSITIONS)):
         return _Call(p, (), True, True)
     return _Call(p, (*given["query"].shape[:-1], given["key"].shape[-2]), True, True)
 

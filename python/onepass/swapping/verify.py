@@ -38,7 +38,7 @@ from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import in_force
 from onepass.swapping.classes import ForeignNormForward
-from onepass.swapping.masks import Masks
+from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.runs import Run, distances, run
 from onepass.swapping.undisturbed import State
 from onepass.swapping.verification import (
@@ -57,10 +57,6 @@ _MOST_DRAWS = 6
 # Draws of both, for tensors that exceed all of those; fewer if the medians are this far off.
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 11
 _HOPELESS = 4.0
-
-
-class Unpaired(Exception):
-    """Stock cannot have the masks of the swapped form."""
 
 
 def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
@@ -158,10 +154,7 @@ class _Pair:
 
     def _check_pairing(self, swapped: Run, stock: Run) -> None:
         if self.masks is not None:
-            if self.masks.problem:
-                raise Unpaired(self.masks.problem)
-            if swapped.random != stock.random:
-                raise Unpaired("stock and swapped draw different random numbers")
+            self.masks.check(swapped.random, stock.random)
 
     def _not_run(self) -> tuple[str, ...]:
         """Names of swapped modules that the model does not call, and of dropouts that are off.
