@@ -67,13 +67,13 @@ class _Call(NamedTuple):
         numel = math.prod(self.shape)
         return dropout.keep_scale(seed, numel, self.p, device=seed.device) != 0
 
-    def fits(self, shape: tuple[int, ...], p: float) -> bool:
+    def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether elements of a tensor of this shape have the order of the mask's: the first
         dimensions of either may be merged."""
         few, many = sorted((self.shape, shape), key=len)
         tail = few[1:]
         is_same = few == many or (tail and tail == many[-len(tail) :])
-        return p == self.p and bool(is_same) and math.prod(few) == math.prod(many)
+        return bool(is_same) and math.prod(few) == math.prod(many)
 
 
 class Unpaired(Exception):
@@ -140,12 +140,12 @@ class Masks:
         )
         if made is None:
             self._problem = self._problem or "stock drops elements where the swapped model does not"
-        elif not (is_moved or made.fits(shape, call.p)):
+        elif not (is_moved or made.fits(shape)):
             self._problem = self._problem or "stock drops elements of tensors of other shapes"
         if made is None or self._problem:
             return call.keep(seed).view(shape)
         if key not in self._keep:
-            self._keep[key] = made.keep(seed)
+            self._keep[key] = made._replace(p=call.p).keep(seed)
         mask = self._keep[key]
         return mask.view(moved).movedim(-1, 1) if is_moved else mask.view(shape)
 

@@ -217,7 +217,8 @@ class _Pair:
 
     def _drawn(self, draw: int, stock: Run) -> tuple[Run, Run, dict[str, Tensor]]:
         """(stock with moved parameters, the reference of its error, those parameters)."""
-        moved = _moved(self.model, draw)
+        # Of bfloat16 they would be a bound of their own, where nothing is compared with float64.
+        moved = _moved(self.model, draw, as_cast=self.double is not None)
         base = self._stock(moved)
         if self.double is None:
             return base, stock, moved
@@ -389,8 +390,8 @@ def _to_double(leaf):
     return leaf
 
 
-def _moved(model, draw: int) -> dict[str, Tensor]:
-    """The model's parameters, each number one rounding away."""
+def _moved(model, draw: int, as_cast: bool) -> dict[str, Tensor]:
+    """The model's parameters, each number one rounding away; with `as_cast` of autocast's dtype."""
     random = torch.Generator().manual_seed(draw)
     moved = {}
     for name, value in model.named_parameters():
@@ -401,7 +402,11 @@ def _moved(model, draw: int) -> dict[str, Tensor]:
                 .sub_(1)
                 .to(value)
             )
-            near = value.detach() * (1 + torch.finfo(value.dtype).eps * sign)
+            eps = torch.finfo(value.dtype).eps
+            device = value.device.type
+            if as_cast and torch.is_autocast_enabled(device):
+                eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+            near = value.detach() * (1 + eps * sign)
             moved[name] = near.requires_grad_(value.requires_grad)
     return moved
 
