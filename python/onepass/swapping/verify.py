@@ -1,10 +1,11 @@
 """`Report.verify`: stock against swapped on the user's own batch.
 
-Both run in the model itself, whose classes are set back and forth; eval mode turns dropout off, and
-gradients are taken with `torch.autograd.grad`, so that no `.grad` is touched. Each is compared with
-a copy of the stock model in float64, in which norms that always compute in float32 are replaced by
-their formula. If there can be no such copy, stock with its parameters moved by one rounding shows
-the effect of rounding alone on this model.
+Both run in the model itself, whose classes are set back and forth, in the mode that it is in.
+:mod:`onepass.swapping.masks` gives stock the dropout of the swapped form; where it cannot, both
+run in eval mode. Gradients are taken with `torch.autograd.grad`, so that no `.grad` is touched.
+Each is compared with a copy of the stock model in float64, in which norms that always compute in
+float32 are replaced by their formula. If there can be no such copy, stock with its parameters moved
+by one rounding shows the effect of rounding alone on this model.
 
 Calls that are too small to gain run torch's own kernels. So where there are any, the swapped model
 runs a second time, as it would run a larger batch, and both runs decide.
