@@ -39,6 +39,7 @@ from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import in_force
 from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.kernels import Kernels
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.runs import Run, distances, run
 from onepass.swapping.undisturbed import State
@@ -130,13 +131,25 @@ class _Pair:
             padding = ("loss",)
         self._check_pairing(swapped, stock)
         losses = (stock.loss, swapped.loss)
-        found = Verification(deviations, losses, judged, padding, calls, not_run, self.dropout_off)
+        found = Verification(
+            deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares()
+        )
         return found, calls
 
     def _recorded(self) -> tuple[Run, Calls]:
         with dispatch_log.record() as records:
             run = self._swapped()
         return run, Calls.of(records)
+
+    def _shares(self) -> dict[str, float]:
+        """How close kernels come to their bounds; empty if foreign code does not run like that."""
+        kernels = Kernels()
+        try:
+            with kernels:
+                self._swapped()
+        except Exception:
+            return {}
+        return kernels.shares()
 
     def _of_stock(self) -> tuple[Run, Run | None, tuple[str, ...]]:
         """(stock, in float64 if that is a reference for it, modules that did not run)."""
