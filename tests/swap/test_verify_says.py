@@ -14,6 +14,7 @@ from onepass._ops import dispatch_log, small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping import classes
 from tests.swap.test_verify import broken
+from tests.swap.test_verify_mutations import Wrong
 
 BOUNDS = {  # a fixture of all tests removes them
     name: dict(getattr(small_calls, name))
@@ -47,7 +48,23 @@ def test_kernels_are_listed():
     result = onepass.swap(Norm()).verify(X)
     assert result.ok and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
     assert result.larger_kernels == {} and result.not_run == ()
-    assert "; ran 1 x layer_norm" in str(result) and "\n" not in str(result)
+    assert 0.0 < result.shares["layer_norm"] <= 1.0
+    share = f"{result.shares['layer_norm']:.2g} of its bound"
+    assert f"; ran 1 x layer_norm ({share})" in str(result) and "\n" not in str(result)
+    assert result.to_dict()["shares"] == result.shares
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_kernels_are_held_to_their_formulas(dtype):
+    sizes = Sizes(layers=5, heads=2, width=32, block=32, batch=2)
+    model, tokens = GPT(sizes, dropout=0.1).to(dtype), torch.randint(0, 256, (2, 32))
+    report = onepass.swap(model)
+    found = report.verify(tokens, tokens).shares
+    assert set(found) >= {"layer_norm", "attention", "dropout"} and max(found.values()) <= 1.0
+    for operator, name in (("attention_forward", "attention"), ("dropout_forward", "dropout")):
+        with Wrong(operator, 1.1):
+            wrong = report.verify(tokens, tokens).shares
+        assert wrong[name] > 5.0 and max(wrong[n] for n in wrong if n != name) <= 1.0
 
 
 def test_calls_that_are_too_small_are_verified_as_larger_ones(bounds, monkeypatch):
