@@ -60,7 +60,7 @@ def _speed(dropout: float | None, alike: tuple[str, ...]) -> Speed:
             times[form.format(name)] = [seconds * (1 + 0.02 * (place + k)) for k in range(5)]
             step = dict.fromkeys(PARTS, 1e3 * seconds / len(PARTS) / 2)
             parts = {"forward": step, "backward": step, "update": dict.fromkeys(PARTS, 0.0)}
-            first = FirstStep(5.4, 1e-6, 1e-5, "blocks.0.attention.out.bias")
+            first = FirstStep(5.4, 1e-6, 1e-5, "blocks.0.attention.out.bias", "off")
             variant = Variant(None if place else parts, 99 << 20, 199 << 20, first)
             variants[form.format(name)] = variant
     timing = Timing(times, {}, dict.fromkeys(times, 0.0))

@@ -229,6 +229,7 @@ def test_json_schema(outcome):
     assert list(data["first_step"]) == ["swapped", *MEDIUM]
     assert abs(data["first_step"]["swapped"]["loss_difference"]) < 1e-5
     assert data["first_step"]["swapped"]["gradient_error"] < 1e-3
+    assert data["first_step"]["swapped"]["dropout"] == "on, with the same masks"
     for phase in data["sameness"]:
         assert phase["steps"][0] == 0 and phase["steps"][-1] == 4
         assert len(phase["stock_losses"]) == train.STOCK_RUNS

@@ -1,6 +1,7 @@
 """Further variants of `onepass compare`: medium precision, kept memory."""
 
 import contextlib
+import copy
 import functools
 from types import SimpleNamespace
 
@@ -40,6 +41,41 @@ def test_all_of_a_step_has_the_precision_of_its_variant(variant, precision):
     measure._first_steps({variant: trainer}, batch, False)
     assert trainer.model.seen == [precision] * 8 and report is None
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+class Drops(nn.Module):
+    def __init__(self, as_swapped):
+        super().__init__()
+        self.norm, self.drop, self.as_swapped = nn.LayerNorm(8), nn.Dropout(0.4), as_swapped
+
+    def forward(self, x):
+        x = self.drop(self.norm(x))
+        return (x if type(self.norm) is nn.LayerNorm else self.as_swapped(self, x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "as_swapped, dropout, most",
+    [
+        (lambda model, x: x, "on, with the same masks", 1e-6),
+        (lambda model, x: 1.01 * x, "on, with the same masks", 1.0),
+        (lambda model, x: x + 0.0 * torch.rand(1), "off: stock and swapped draw different", 1e-6),
+    ],
+    ids=["same", "different", "other numbers"],
+)
+def test_the_first_step_has_dropout_on(as_swapped, dropout, most):
+    model, batch = Drops(as_swapped), (torch.randn(6, 8),)
+    made = {
+        name: variants.trainer_of(name, copy.deepcopy(model), settings_of())[0]
+        for name in (variants.STOCK, variants.SWAPPED)
+    }
+    step = measure._first_steps(made, batch, True)[variants.SWAPPED]
+    assert step.dropout.startswith(dropout)
+    assert step.gradient_error < most and (most < 1.0 or step.gradient_error > 1e-3)
+    assert all(trainer.model.training for trainer in made.values())
+    assert all(p.grad is None for trainer in made.values() for p in trainer.model.parameters())
+    compiled = {variants.STOCK: made[variants.STOCK], "compiled stock": made[variants.SWAPPED]}
+    assert measure._first_steps(compiled, batch, True) == {}
+    assert measure._first_steps(compiled, batch, False)["compiled stock"].dropout == "off"
 
 
 def test_precision_is_restored_after_an_error():

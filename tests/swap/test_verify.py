@@ -226,7 +226,7 @@ def test_runs_either_way_after_unswap_and_swap():
     assert report.verify(IDS).ok and type(model.norm) is nn.LayerNorm
 
 
-def test_dropout_is_off_and_other_noise_is_drawn_alike():
+def test_dropout_and_other_noise_are_drawn_alike():
     class Noisy(Model):
         def forward(self, ids):
             return super().forward(ids) + torch.randn(1)

@@ -44,6 +44,11 @@ def gpt():
     return GPT(sizes, dropout=0.1), (tokens, tokens)
 
 
+def encoder():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True)
+    return nn.TransformerEncoder(layer, 1), torch.randn(2, 16, 32)
+
+
 def rms():
     tokens = torch.randint(0, 256, (2, 32))
     sizes = Sizes(layers=1, heads=2, width=32, block=32, batch=2)
@@ -80,6 +85,7 @@ def losses():
 
 EXPECTED = {
     "gpt": {"norm_forward", "attention_forward", "linear_forward"},
+    "encoder": {"norm_forward", "attention_forward", "linear_epilogue_forward"},
     "rms": {"norm_forward", "attention_forward", "linear_forward"},
     "llama": {"norm_forward", "attention_forward", "gate_forward", "rotary_forward"},
     "images": {"group_norm_forward"},
@@ -96,14 +102,21 @@ def slow_products(monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)
 
 
-@pytest.mark.parametrize("make", [gpt, rms, llama, images, losses])
-def test_every_operator_that_is_wrong_is_found(make):
+WITH_DROPOUT = {"gpt": {"dropout_forward"}, "encoder": set()}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("make", [gpt, encoder, rms, llama, images, losses])
+def test_every_operator_that_is_wrong_is_found(make, training):
     torch.manual_seed(0)
     model, batch = make()
+    model.train(training)
     report = onepass.swap(model, kinds=KINDS)
     with Wrong() as mode:
-        assert report.verify(batch).ok
-    assert mode.seen >= EXPECTED[make.__name__]
+        result = report.verify(batch)
+    assert result.ok and result.dropout_off == ""
+    more = WITH_DROPOUT.get(make.__name__, set()) if training else set()
+    assert mode.seen >= EXPECTED[make.__name__] | more
     missed = []
     for name in sorted(mode.seen):
         with Wrong(name):

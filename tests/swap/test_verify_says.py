@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 import onepass
-from onepass._ops import small_calls
+from onepass._ops import dispatch_log, small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping import classes
 from tests.swap.test_verify import broken
+from tests.swap.test_verify_mutations import Wrong
 
 BOUNDS = {  # a fixture of all tests removes them
     name: dict(getattr(small_calls, name))
@@ -46,7 +48,23 @@ def test_kernels_are_listed():
     result = onepass.swap(Norm()).verify(X)
     assert result.ok and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
     assert result.larger_kernels == {} and result.not_run == ()
-    assert "; ran 1 x layer_norm" in str(result) and "\n" not in str(result)
+    assert 0.0 < result.shares["layer_norm"] <= 1.0
+    share = f"{result.shares['layer_norm']:.2g} of its bound"
+    assert f"; ran 1 x layer_norm ({share})" in str(result) and "\n" not in str(result)
+    assert result.to_dict()["shares"] == result.shares
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_kernels_are_held_to_their_formulas(dtype):
+    sizes = Sizes(layers=5, heads=2, width=32, block=32, batch=2)
+    model, tokens = GPT(sizes, dropout=0.1).to(dtype), torch.randint(0, 256, (2, 32))
+    report = onepass.swap(model)
+    found = report.verify(tokens, tokens).shares
+    assert set(found) >= {"layer_norm", "attention", "dropout"} and max(found.values()) <= 1.0
+    for operator, name in (("attention_forward", "attention"), ("dropout_forward", "dropout")):
+        with Wrong(operator, 1.1):
+            wrong = report.verify(tokens, tokens).shares
+        assert wrong[name] > 5.0 and max(wrong[n] for n in wrong if n != name) <= 1.0
 
 
 def test_calls_that_are_too_small_are_verified_as_larger_ones(bounds, monkeypatch):
@@ -60,12 +78,21 @@ def test_calls_that_are_too_small_are_verified_as_larger_ones(bounds, monkeypatc
     assert report.verify(X).ok is False
 
 
-def test_a_gpt_with_dropout_is_verified_by_its_attention(bounds):
+def test_a_gpt_with_dropout_is_verified_by_the_kernels_that_train_it(bounds):
     tokens = torch.randint(0, 256, (2, 32))
     model = GPT(Sizes(layers=2, heads=2, width=32, block=32, batch=2), dropout=0.1)
-    result = onepass.swap(model).verify(tokens, tokens)
-    assert result.ok and result.larger_kernels["attention"] == 2
-    assert "drop" in result.not_run
+    report = onepass.swap(model)
+    result = report.verify(tokens, tokens)
+    assert result.ok and result.kernels["attention"] == 2 and result.kernels["dropout"] == 10
+    assert "attention" not in result.larger_kernels and result.not_run == ()
+    with dispatch_log.record() as calls:
+        model(tokens, tokens).backward()
+    trained = Counter(call["op"] for call in calls if call["level"] != dispatch_log.TORCH)
+    assert result.kernels == trained
+    model.eval()
+    result = report.verify(tokens, tokens)
+    assert result.ok and result.kernels == {} and result.larger_kernels["attention"] == 2
+    assert "drop" in result.not_run and result.dropout_off == ""
 
 
 def test_without_a_kernel_there_is_nothing_to_verify():
@@ -94,10 +121,15 @@ def test_swapped_modules_that_are_not_called_are_named():
 
 
 def test_dropouts_which_are_off_are_named():
-    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Dropout(0.0))
-    result = onepass.swap(model).verify(X)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Dropout(0.0), nn.Dropout(0.1))
+    report = onepass.swap(model)
+    model[1].eval()
+    result = report.verify(X)
     assert result.ok and result.not_run == ("1",) and result.to_dict()["not_run"] == ["1"]
-    result = onepass.swap(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Dropout(0.1))).verify(X)
+    model.eval()
+    assert report.verify(X).not_run == ("1", "3")
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Dropout(0.1))
+    result = onepass.swap(model.eval()).verify(X)
     assert result.ok is None and result.not_run == ("1",)
     assert str(result).endswith("; swapped and not run 1")
 

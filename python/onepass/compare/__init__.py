@@ -30,8 +30,9 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   that the process keeps), ``linear_gflops``
   (of linear layers, null as parts_ms is); beside the variants ``linear_operations`` of a step and
   ``arithmetic_gflops``, what this CPU reaches (null on CUDA)
-- ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name}``;
-  gradient_error is null where stock's gradients are zero, denormal or not finite
+- ``first_step``: per variant ``{loss, loss_difference, gradient_error, gradient_name, dropout}``;
+  gradient_error is null where stock's gradients are zero, denormal or not finite; dropout is "on,
+  with the same masks", "off", or "off: " and why
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
   stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per
   byte; same is null where stock's are not finite, or all are one number
@@ -148,7 +149,7 @@ def run(settings):
                 [GptWorkload(settings, text, sizes, p) for p in settings.dropouts]
                 for sizes in (settings.speed, settings.sameness)
             )
-        # One dropout probability is enough for first steps and optimizers, best the one without.
+        # One dropout probability is enough for optimizers, best the one without.
         checked = next((i for i, w in enumerate(fast) if w.dropout == 0.0), 0)
         choices, left_out = choose(settings, slow[checked])
         further_runs = sum(choice.is_trained for choice in choices)
@@ -156,8 +157,7 @@ def run(settings):
         phases = phases_of(settings, [workload.dropout for workload in fast], choices)
         with Progress("compare", phases) as progress:
             for workload in fast:
-                check = workload is fast[checked]
-                speed, report = compare_speed(workload, settings, check, progress.next())
+                speed, report = compare_speed(workload, settings, progress.next())
                 speeds.append(speed)
             for workload in slow:
                 advance = progress.next()

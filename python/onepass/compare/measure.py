@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import onepass
 from onepass.bench.harness import Timing
 from onepass.compare import attribution, kept, memory
+from onepass.compare.errors import BadModel
 from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products, products_of
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED, names, trainer_of
+from onepass.swapping.masks import Masks, Unpaired
+from onepass.swapping.undisturbed import Random
 
 SECONDS = 35.0  # rounds continue this long if the requested number takes less
 MAX_ROUNDS = 40
@@ -37,13 +41,14 @@ NOISE_FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class FirstStep:
-    """A variant against stock, from the same weights on the same batch, dropout off."""
+    """A variant against stock, from the same weights on the same batch."""
 
     loss: float
     loss_difference: float
     # Worst max|difference| / max|stock gradient| over the parameters; None: stock's have no digits.
     gradient_error: float | None
     gradient_name: str
+    dropout: str  # "on, with the same masks", "off", or "off: " and why
 
     def to_dict(self) -> dict:
         return dict(self.__dict__)
@@ -80,14 +85,12 @@ class Speed:
 
 
 def compare_speed(
-    workload, settings: Settings, check: bool, advance: Callable[[], None]
+    workload, settings: Settings, advance: Callable[[], None]
 ) -> tuple[Speed, onepass.Report]:
-    """Measures all variants of a workload; `check` adds the comparison of the first step."""
+    """Measures all variants of a workload, and compares their first steps."""
     made = {name: trainer_of(name, workload.build(), settings) for name in names(settings)}
     trainers, report = {name: trainer for name, (trainer, _) in made.items()}, made[SWAPPED][1]
-    first_steps = {}
-    if check:
-        first_steps = _first_steps(trainers, workload.batch(0), workload.dropout != 0.0)
+    first_steps = _first_steps(trainers, workload.batch(0), workload.dropout != 0.0)
     torch.manual_seed(settings.seed)
     saved = {}
     counter = FlopCounterMode(display=False)
@@ -179,36 +182,64 @@ def saved_bytes(trainer: Trainer, batch) -> int:
     return total
 
 
-def _first_steps(
-    trainers: dict[str, Trainer], batch, eval_mode: bool
-) -> dict[str, FirstStep | None]:
+def _first_steps(trainers: dict[str, Trainer], batch, may_drop: bool) -> dict[str, FirstStep]:
     """Every variant's first loss and gradients against stock's.
 
-    Dropout draws other numbers in each variant, so a model that has any is compared in eval mode;
-    compiled graphs, which would have to be compiled once more for that, then are not.
+    With dropout stock has the masks of the variant, if it can, else both run in eval mode; compiled
+    graphs, which would have to be compiled once more for either, are left out.
     """
-    results: dict[str, FirstStep | None] = {}
-    reference = None
-    for name, trainer in trainers.items():
-        if eval_mode and name.startswith(COMPILED):
-            continue
-        trainer.model.train(not eval_mode)
-        with trainer.around():
-            loss = trainer.loss(batch)
-            trainer.backward(loss)
-        gradients = {
-            name: parameter.grad
-            for name, parameter in trainer.model.named_parameters()
-            if parameter.grad is not None
-        }
-        trainer.optimizer.zero_grad()
-        trainer.model.train()
-        if reference is None:
-            reference = loss.item(), gradients
-        else:
-            worst, error = worst_gradient(gradients, reference[1])
-            results[name] = FirstStep(loss.item(), loss.item() - reference[0], error, worst)
-    return results
+    (_, stock), *others = trainers.items()
+    if not may_drop:
+        reference = _step(stock, batch)
+        return {name: _compared(_step(other, batch), reference, "off") for name, other in others}
+    return {
+        name: _first_step_with_dropout(stock, other, batch)
+        for name, other in others
+        if not name.startswith(COMPILED)
+    }
+
+
+def _first_step_with_dropout(stock: Trainer, other: Trainer, batch) -> FirstStep:
+    masks, random = Masks(), Random(stock.model)
+    try:
+        step = _step(other, batch, masks.noted())
+        after = Random(stock.model)
+        random.restore()
+        reference = _step(stock, batch, masks.repeated())
+        masks.check(after, Random(stock.model))
+        return _compared(step, reference, "on, with the same masks" if masks.calls else "off")
+    except (Unpaired, BadModel) as error:  # its code may not run in modes of torch
+        why = str(error)
+        random.restore()
+    for trainer in (stock, other):
+        trainer.model.eval()
+    try:
+        return _compared(_step(other, batch), _step(stock, batch), f"off: {why}")
+    finally:
+        for trainer in (stock, other):
+            trainer.model.train()
+
+
+def _step(
+    trainer: Trainer, batch, inside: AbstractContextManager | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients)."""
+    with trainer.around(), inside or contextlib.nullcontext():
+        loss = trainer.loss(batch)
+        trainer.backward(loss)
+    gradients = {
+        name: parameter.grad
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.grad is not None
+    }
+    trainer.optimizer.zero_grad()
+    return loss.item(), gradients
+
+
+def _compared(step: tuple, reference: tuple, dropout: str) -> FirstStep:
+    (loss, gradients), (expected, of_stock) = step, reference
+    worst, error = worst_gradient(gradients, of_stock)
+    return FirstStep(loss, loss - expected, error, worst, dropout)
 
 
 def worst_gradient(

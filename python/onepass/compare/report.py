@@ -63,10 +63,10 @@ class Result:
 
     @property
     def first_steps(self) -> dict[str, FirstStep]:
-        """Per variant; measured with one of the dropout probabilities only."""
+        """Per variant; with dropout, if it is trained with it and was measured so."""
         return {
             name: variant.first_step
-            for speed in self.speeds
+            for speed in sorted(self.speeds, key=lambda speed: speed.dropout or 0.0)
             for name, variant in speed.variants.items()
             if variant.first_step
         }
@@ -240,7 +240,7 @@ def print_result(result: Result, console: Console) -> None:
                 f"{step.gradient_name}"
             )
         console.print(
-            f"First step, {name} against stock, dropout off: loss difference "
+            f"First step, {name} against stock, dropout {step.dropout}: loss difference "
             f"{step.loss_difference:.1e} of {step.loss:.4f}; {gradients}.",
             markup=False,
         )

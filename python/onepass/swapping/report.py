@@ -107,11 +107,12 @@ class Report:
     def verify(self, *batch, loss_fn=None):
         """Runs the model stock and swapped on one batch and compares output, loss and gradients.
 
-        Both runs are in eval mode (dropout off; by `train()` and `eval()`, as a loop would) with
-        gradients enabled, from the same random state. The model's gradients, buffers, attributes,
-        training flags and torch's random state are restored at the end, also after an error; its
-        forward hooks do run. Rows of padding, by `attention_mask` in a batch of keywords, count
-        where the loss sees them.
+        Both run in the mode that the model is in, under the autocast that is active, with gradients
+        enabled, from the same random state. In train mode dropout is on: stock has swapped's masks,
+        computed as `onepass.reference` defines them. Where it cannot have them, both run in eval
+        mode, and the verdict says why. The model's gradients, buffers, attributes, training flags
+        and the random state are restored at the end, also after an error; its forward hooks do run.
+        Rows of padding, by `attention_mask` in a batch of keywords, count where the loss sees them.
 
         Args:
             batch: the model's positional arguments, or one batch: a dict or a tokenizer's result is
@@ -124,8 +125,9 @@ class Report:
 
         Returns:
             Verification: prints as one line; `ok`, `reason`, `worst` (name), `kernels`, `padding`,
-            `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and gradients have no
-            digits. Calls that are too small to gain are also verified as in a larger batch.
+            `dropout_off`, `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and
+            gradients have no digits. Calls that are too small to gain are also verified as in a
+            larger batch.
 
         Raises:
             RuntimeError: the model is on the meta device, or its classes have changed; the report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -50,8 +51,39 @@ def _same_items(container, before) -> bool:
     return all(a is b for a, b in pairs)
 
 
+class Random:
+    """The random state of Python, of numpy if that is imported, and of torch on the devices of a
+    model."""
+
+    def __init__(self, model: nn.Module):
+        self._python = random.getstate()
+        self._numpy = None
+        if "numpy" in sys.modules:
+            name, numbers, *rest = sys.modules["numpy"].random.get_state()
+            self._numpy = name, numbers.tolist(), *rest
+        self._cpu = torch.get_rng_state()
+        devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
+        self._cuda = [(index, torch.cuda.get_rng_state(index)) for index in sorted(devices)]
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        for index, state in self._cuda:
+            torch.cuda.set_rng_state(state, index)
+
+    def __eq__(self, other) -> bool:
+        ours, theirs = ([x._cpu, *(state for _, state in x._cuda)] for x in (self, other))
+        return (
+            (self._python, self._numpy) == (other._python, other._numpy)
+            and len(ours) == len(theirs)
+            and all(map(torch.equal, ours, theirs))
+        )
+
+
 class State:
-    """A model's classes, attributes, buffers and attention, torch's random state, grad mode.
+    """A model's classes, attributes, buffers and attention, the random state, grad mode.
 
     Parameters keep their values: nothing that is run with this writes to them.
     """
@@ -64,9 +96,7 @@ class State:
         ]
         self._configs = _configs(model)
         self._grad = torch.is_grad_enabled()
-        self._random = torch.get_rng_state()
-        devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-        self._random_cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+        self._random = Random(model)
 
     def around(self, function: Callable, *args):
         """Runs `function(*args)`; then restores everything, also after an error.
@@ -92,9 +122,7 @@ class State:
                 buffer.detach().copy_(value)  # no_grad could be left half way
         for config, implementation in self._configs:
             config._attn_implementation_internal = implementation
-        torch.set_rng_state(self._random)
-        for device, random in self._random_cuda:
-            torch.cuda.set_rng_state(random, device)
+        self._random.restore()
 
 
 def _configs(model: nn.Module) -> list[tuple]:

@@ -86,7 +86,10 @@ class Verification:
         kernels: calls of onepass's kernels that were verified, by operator.
         larger_kernels: those that this batch is too small for, by operator: verified on it all the
             same, in a second pass.
-        not_run: names of swapped modules that were not called, and of dropouts, which are off.
+        not_run: names of swapped modules that were not called, and of dropouts that were off.
+        shares: by operator, the largest error of its first calls, divided by its bound: see
+            :mod:`onepass.swapping.kernels`. They do not decide: the tensors of the step do.
+        dropout_off: why a model in train mode ran in eval mode; empty if it did not.
     """
 
     def __init__(
@@ -97,13 +100,16 @@ class Verification:
         padding: tuple[str, ...] = (),
         calls: Calls = Calls(),
         not_run: tuple[str, ...] = (),
+        dropout_off: str = "",
+        shares: dict[str, float] | None = None,
     ):
         self.deviations = sorted(deviations, key=_rank, reverse=True)
         self.loss = loss
         self.judged = judged
         self.padding = padding
         self.kernels, self.larger_kernels = dict(calls.ours), dict(calls.larger)
-        self.not_run = not_run
+        self.not_run, self.dropout_off = not_run, dropout_off
+        self.shares = shares or {}
         self.reason = ""
         if all_close(deviations):
             self.reason = _nothing_ran(calls) or _silence(deviations)
@@ -128,7 +134,9 @@ class Verification:
             "loss": {"stock": self.loss[0], "swapped": self.loss[1]},
             "kernels": self.kernels,
             "larger_kernels": self.larger_kernels,
+            "shares": self.shares,
             "not_run": list(self.not_run),
+            "dropout_off": self.dropout_off,
             "tensors": [deviation._asdict() for deviation in self.deviations],
         }
 
@@ -161,11 +169,13 @@ class Verification:
     def _of_kernels(self) -> str:
         parts = []
         if self.kernels:
-            parts.append(f"ran {_counted(self.kernels)}")
+            parts.append(f"ran {_counted(self.kernels, self.shares)}")
         if self.larger_kernels:
-            parts.append(f"run as in a larger batch {_counted(self.larger_kernels)}")
+            parts.append(f"run as in a larger batch {_counted(self.larger_kernels, self.shares)}")
         if self.not_run:
             parts.append(f"swapped and not run {', '.join(grouped(list(self.not_run)))}")
+        if self.dropout_off:
+            parts.append(f"dropout was off: {self.dropout_off}")
         return "".join(f"; {part}" for part in parts)
 
     __repr__ = __str__
@@ -174,10 +184,13 @@ class Verification:
         return preformatted(str(self))
 
 
-def _counted(calls: dict[str, int]) -> str:
+def _counted(calls: dict[str, int], shares: dict[str, float] | None = None) -> str:
     """Without backwards, which every call of a training step has."""
     forward = {name: count for name, count in calls.items() if "_backward" not in name}
-    return ", ".join(f"{count} x {name}" for name, count in (forward or calls).items())
+    of_bound = {name: f" ({share:.2g} of its bound)" for name, share in (shares or {}).items()}
+    return ", ".join(
+        f"{count} x {name}{of_bound.get(name, '')}" for name, count in (forward or calls).items()
+    )
 
 
 def _nothing_ran(calls: Calls) -> str:

@@ -1,10 +1,11 @@
 """`Report.verify`: stock against swapped on the user's own batch.
 
-Both run in the model itself, whose classes are set back and forth; eval mode turns dropout off, and
-gradients are taken with `torch.autograd.grad`, so that no `.grad` is touched. Each is compared with
-a copy of the stock model in float64, in which norms that always compute in float32 are replaced by
-their formula. If there can be no such copy, stock with its parameters moved by one rounding shows
-the effect of rounding alone on this model.
+Both run in the model itself, whose classes are set back and forth, in the mode that it is in.
+:mod:`onepass.swapping.masks` gives stock the dropout of the swapped form; where it cannot, both
+run in eval mode. Gradients are taken with `torch.autograd.grad`, so that no `.grad` is touched.
+Each is compared with a copy of the stock model in float64, in which norms that always compute in
+float32 are replaced by their formula. If there can be no such copy, stock with its parameters moved
+by one rounding shows the effect of rounding alone on this model.
 
 Calls that are too small to gain run torch's own kernels. So where there are any, the swapped model
 runs a second time, as it would run a larger batch, and both runs decide.
@@ -23,12 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,9 @@ from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import in_force
 from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.kernels import Kernels
+from onepass.swapping.masks import Masks, Unpaired
+from onepass.swapping.runs import Run, distances, run
 from onepass.swapping.undisturbed import State
 from onepass.swapping.verification import (
     Calls,
@@ -57,20 +59,6 @@ _MOST_DRAWS = 6
 # Draws of both, for tensors that exceed all of those; fewer if the medians are this far off.
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 11
 _HOPELESS = 4.0
-_MASKS = ("attention_mask", "decoder_attention_mask")  # keywords: (batch, seq), 0 is padding
-
-
-class _Run(NamedTuple):
-    loss: float
-    tensors: dict[str, Tensor]  # "output", "output 1", ..., "loss", "gradient of NAME"
-    unseen: dict[str, Tensor]  # of outputs: (batch, seq), rows of padding that no loss looks at
-
-    def visible(self, unseen: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, with zeros in the rows that do not count."""
-        return {
-            name: _without(tensor, unseen[name]) if name in unseen else tensor
-            for name, tensor in self.tensors.items()
-        }
 
 
 def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
@@ -95,10 +83,79 @@ class _Pair:
     def __init__(self, model: nn.Module, batch: tuple, loss_fn: Callable | None, modules, named):
         self.model, self.batch, self.loss_fn, self.modules = model, batch, loss_fn, modules
         self.named = named  # edits that give modules onepass's attention by name
+        flags = [module.training for module in model.modules()]
+        self.flags = flags if any(flags) else None  # None: eval mode
+        self.masks: Masks | None = None  # of dropout; None in eval mode
+        self.dropout_off = ""  # why it is off in a model that is in train mode
         self.double: nn.Module | None = None
         self.expected: dict[str, Tensor] = {}  # stock's tensors
+        self.known: tuple | None = None  # runs of stock, and the calls of dropout that they had
 
     def verdict(self) -> Verification:
+        found, calls = self._judged()
+        if not calls.small or found.ok is False:
+            return found
+        with small_calls.all_gain():
+            return self._judged(calls)[0] or found
+
+    def _judged(self, before: Calls | None = None) -> tuple[Verification | None, Calls]:
+        """The verdict in the model's own mode, or in eval mode if that cannot be repeated; None if
+        only kernels ran that ran `before`."""
+        if self.flags is not None:
+            self.masks = Masks()
+            try:
+                return self._judged_as_set(before)
+            except Unpaired as error:
+                self.dropout_off = str(error)
+            except Exception as error:  # of foreign code, which may not run in modes of torch
+                self.dropout_off = f"with it the model raises {type(error).__name__}"
+            self.flags = self.masks = None
+        return self._judged_as_set(before)
+
+    def _judged_as_set(self, before: Calls | None) -> tuple[Verification | None, Calls]:
+        swapped, calls = self._recorded()
+        if before is not None:
+            calls = before.and_larger(calls)
+            if not calls.larger:
+                return None, calls
+        stock, exact, not_run = self._of_stock()
+        self._check_pairing(swapped, stock)
+        self._fill(swapped)
+        truth, unseen = stock if exact is None else exact, stock.unseen
+        judged = "rounding" if exact is None else "float64"
+        deviations = self._against_stock(stock, truth, swapped, unseen)
+        if not all_close(deviations):
+            deviations = self._against_medians(deviations, stock, truth, swapped, unseen)
+        padding = self._in_padding(deviations, truth, swapped, unseen)
+        if not all_close(deviations) and self._differs_in_padding_alone(unseen):
+            padding = ("loss",)
+        self._check_pairing(swapped, stock)
+        losses = (stock.loss, swapped.loss)
+        found = Verification(
+            deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares()
+        )
+        return found, calls
+
+    def _recorded(self) -> tuple[Run, Calls]:
+        with dispatch_log.record() as records:
+            run = self._swapped()
+        return run, Calls.of(records)
+
+    def _shares(self) -> dict[str, float]:
+        """How close kernels come to their bounds; empty if foreign code does not run like that."""
+        kernels = Kernels()
+        try:
+            with kernels:
+                self._swapped()
+        except Exception:
+            return {}
+        return kernels.shares()
+
+    def _of_stock(self) -> tuple[Run, Run | None, tuple[str, ...]]:
+        """(stock, in float64 if that is a reference for it, modules that did not run)."""
+        drops = None if self.masks is None else self.masks.calls
+        if self.known is not None and self.known[0] == drops:
+            return self.known[1:]
         stock = self._stock()
         self.expected = stock.tensors
         with _stock(self.model, self.modules):
@@ -106,72 +163,63 @@ class _Pair:
         exact = self._exact()
         if exact is not None and not _finite_alike(exact.tensors, stock.tensors):
             exact = self.double = None
-        truth, unseen = stock if exact is None else exact, stock.unseen
-        judged = "rounding" if exact is None else "float64"
+        self.known = drops, stock, exact, self._not_run()
+        return self.known[1:]
 
-        not_run = self._not_run()
-
-        def verification(swapped: _Run, calls: Calls) -> Verification:
-            deviations = self._against_stock(stock, truth, swapped, unseen)
-            if not all_close(deviations):
-                deviations = self._against_medians(deviations, stock, truth, swapped, unseen)
-            padding = self._in_padding(deviations, truth, swapped, unseen)
-            if not all_close(deviations) and self._differs_in_padding_alone(unseen):
-                padding = ("loss",)
-            losses = (stock.loss, swapped.loss)
-            return Verification(deviations, losses, judged, padding, calls, not_run)
-
-        swapped, calls = self._recorded()
-        found = verification(swapped, calls)
-        if not calls.small or found.ok is False:
-            return found
-        with small_calls.all_gain():
-            swapped, again = self._recorded()
-            calls = calls.and_larger(again)
-            return verification(swapped, calls) if calls.larger else found
-
-    def _recorded(self) -> tuple[_Run, Calls]:
-        with dispatch_log.record() as records:
-            run = self._swapped()
-        return run, Calls.of(records)
+    def _check_pairing(self, swapped: Run, stock: Run) -> None:
+        if self.masks is not None:
+            self.masks.check(swapped.random, stock.random)
 
     def _not_run(self) -> tuple[str, ...]:
-        """Names of swapped modules that the model does not call, and of dropouts, which are off.
+        """Names of swapped modules that the model does not call, and of dropouts that are off.
 
         Of the stock model, in a run of its own: a global hook may keep modules from a fast path.
         """
-        changed = [module for module, _, _ in self.modules]
-        left = {id(module) for module in changed}
+        left = {id(module) for module, _, _ in self.modules}
         hook = nn.modules.module.register_module_forward_pre_hook(
             lambda module, args: left.discard(id(module))
         )
+        changed = set(left)
         try:
-            with _stock(self.model, self.modules):
-                _run(self.model, self.batch, self.loss_fn)
+            self._stock()
         finally:
             hook.remove()
-        dropouts = (m for m in changed if isinstance(m, nn.modules.dropout._DropoutNd) and m.p)
-        left.update(map(id, dropouts))
+        modules = list(self.model.modules())
+        flags = self.flags or [False] * len(modules)
+        left.update(
+            id(module)
+            for module, flag in zip(modules, flags, strict=True)
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not flag
+        )
+        left &= changed
         return tuple(name for name, module in self.model.named_modules() if id(module) in left)
 
-    def _stock(self, moved=None, hide: bool = False) -> _Run:
-        with _stock(self.model, self.modules):
-            return _run(self.model, self.batch, self.loss_fn, moved, hide)
+    def _run(self, model: nn.Module, inside: str, moved, hide: bool, call=None) -> Run:
+        """`inside` names the method of the masks that is entered."""
+        batch, loss_fn, moved = call or (self.batch, self.loss_fn, moved)
+        context = contextlib.nullcontext() if self.masks is None else getattr(self.masks, inside)()
+        return run(model, batch, loss_fn, self.flags, context, moved, hide)
 
-    def _swapped(self, moved=None, hide: bool = False) -> _Run:
+    def _stock(self, moved=None, hide: bool = False) -> Run:
+        with _stock(self.model, self.modules):
+            return self._run(self.model, "repeated", moved, hide)
+
+    def _swapped(self, moved=None, hide: bool = False) -> Run:
         with _classes(self.modules, "swapped"), in_force(self.named):
-            run = _run(self.model, self.batch, self.loss_fn, moved, hide)
+            return self._fill(self._run(self.model, "noted", moved, hide))
+
+    def _fill(self, run: Run) -> Run:
         for name, tensor in self.expected.items():  # of outputs that have lost their graph
             run.tensors.setdefault(name, torch.zeros_like(tensor))
         return run
 
-    def _exact(self, moved=None, hide: bool = False) -> _Run | None:
+    def _exact(self, moved=None, hide: bool = False) -> Run | None:
         """Stock in float64; None if it does not run."""
         if self.double is None:
             return None
         try:
             call = pytree.tree_map(_to_double, (self.batch, self.loss_fn, moved))
-            run = _run(self.double, *call, hide)
+            run = self._run(self.double, "repeated_exactly", moved, hide, call)
         except Exception:  # foreign code may not support the dtype
             self.double = None
             return None
@@ -181,9 +229,10 @@ class _Pair:
         self.double = None
         return None
 
-    def _drawn(self, draw: int, stock: _Run) -> tuple[_Run, _Run, dict[str, Tensor]]:
+    def _drawn(self, draw: int, stock: Run) -> tuple[Run, Run, dict[str, Tensor]]:
         """(stock with moved parameters, the reference of its error, those parameters)."""
-        moved = _moved(self.model, draw)
+        # Of bfloat16 they would be a bound of their own, where nothing is compared with float64.
+        moved = _moved(self.model, draw, as_cast=self.double is not None)
         base = self._stock(moved)
         if self.double is None:
             return base, stock, moved
@@ -192,12 +241,12 @@ class _Pair:
     def _against_stock(self, stock, truth, swapped, unseen) -> list[Deviation]:
         """Swapped's one error against the largest of several of stock's."""
         errors = dict.fromkeys(truth.tensors, 0.0)
-        ours = _distances(swapped, truth, unseen)
+        ours = distances(swapped, truth, unseen)
         for draw in range(_MOST_DRAWS):
             base, ref = stock, truth
             if draw > 0 or truth is stock:
                 base, ref, _ = self._drawn(draw, stock)
-            for name, error in _distances(base, ref, unseen).items():
+            for name, error in distances(base, ref, unseen).items():
                 errors[name] = max(errors[name], error)
             deviations = self._deviations(ours, errors, swapped, truth.visible(unseen))
             if all_close(deviations):
@@ -207,16 +256,16 @@ class _Pair:
     def _against_medians(self, deviations, stock, truth, swapped, unseen) -> list[Deviation]:
         """Tensors that exceed it again, by the medians of draws of both."""
         names = {deviation.name for deviation in deviations if deviation.share > 1.0}
-        ours = {name: [error] for name, error in _distances(swapped, truth, unseen).items()}
+        ours = {name: [error] for name, error in distances(swapped, truth, unseen).items()}
         errors = {name: [] for name in ours}
         if truth is not stock:
-            errors = {name: [error] for name, error in _distances(stock, truth, unseen).items()}
+            errors = {name: [error] for name, error in distances(stock, truth, unseen).items()}
         for pair in range(1, _MOST_PAIRS + 1):
             base, ref, moved = self._drawn(_MOST_DRAWS + pair, stock)
             both = self._swapped(moved)
-            for name, error in _distances(base, ref, unseen).items():
+            for name, error in distances(base, ref, unseen).items():
                 errors[name].append(error)
-            of_swapped = _distances(both, base if self.double is None else ref, unseen)
+            of_swapped = distances(both, base if self.double is None else ref, unseen)
             for name, error in of_swapped.items():
                 ours[name].append(error)
             if pair < _FEWEST_PAIRS:
@@ -255,15 +304,15 @@ class _Pair:
         else:
             base, ref = stock, exact
         again = self._deviations(
-            _distances(swapped, exact, hidden),
-            _distances(base, ref, hidden),
+            distances(swapped, exact, hidden),
+            distances(base, ref, hidden),
             swapped,
             exact.visible(hidden),
         )
         scalar = {name for name, tensor in stock.tensors.items() if tensor.dim() == 0}
         return all_close([d for d in again if is_gradient(d.name) or d.name not in scalar])
 
-    def _deviations(self, ours, errors, swapped: _Run, truth) -> list[Deviation]:
+    def _deviations(self, ours, errors, swapped: Run, truth) -> list[Deviation]:
         of_loss = self.loss_fn is not None and any(map(is_gradient, truth))
         dtypes = {name: tensor.dtype for name, tensor in swapped.tensors.items()}
         return deviations_of(ours, errors, dtypes, truth, of_loss)
@@ -302,140 +351,6 @@ def _classes(modules, which: str) -> Iterator[None]:
     finally:
         for (module, _, _), cls in zip(modules, before, strict=True):
             module.__class__ = cls
-
-
-def _run(model, batch, loss_fn, moved: dict[str, Tensor] | None = None, hide=False) -> _Run:
-    """One forward and backward in eval mode, from the present random state, which does not change.
-
-    With `moved` in place of the model's parameters, if given. With `hide` rows of padding in the
-    outputs get no gradient.
-    """
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.is_cuda}
-    # As a loop would: some models fill caches in eval mode and clear them in train mode.
-    model.train()
-    model.eval()
-    with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
-        return _forward_backward(model, _fresh(batch), loss_fn, moved, hide)
-
-
-def _fresh(batch: tuple) -> tuple:
-    """A copy: a model may write into its arguments, or append to a cache in them."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:  # of foreign objects, and of tensors with a history
-        return pytree.tree_map(
-            lambda leaf: (
-                leaf.detach().clone().requires_grad_(leaf.requires_grad)
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            batch,
-        )
-
-
-def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> _Run:
-    parameters = dict(model.named_parameters()) if moved is None else moved
-    named = {name: value for name, value in parameters.items() if value.requires_grad}
-    inputs = {
-        f"input {index}": leaf
-        for index, leaf in enumerate(pytree.tree_leaves(batch))
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    }
-    args, kwargs = batch[:-1], batch[-1]
-    if moved is None:
-        output = model(*args, **kwargs)
-    else:
-        output = torch.func.functional_call(model, moved, args, kwargs)
-    leaves = {
-        f"output {index}" if index else "output": leaf
-        for index, leaf in enumerate(
-            leaf
-            for leaf in pytree.tree_leaves(_plain(output))
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        )
-    }
-    padding = _padding(kwargs, leaves)
-    if hide:
-        for name, rows in padding.items():
-            if leaves[name].requires_grad:
-                leaves[name].register_hook(functools.partial(_without, rows=rows))
-    tensors = {name: leaf.detach() for name, leaf in leaves.items()}
-    if loss_fn is not None:
-        loss = loss_fn(output)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise RuntimeError(f"verify: loss_fn must return a scalar tensor, got {got}")
-        tensors["loss"] = loss.detach()
-    elif not leaves:
-        raise RuntimeError(
-            f"verify: model must return floating-point tensors, got {type(output).__name__}"
-        )
-    else:
-        loss = _loss(output, list(leaves.values()))
-        if loss is None:
-            loss, hide = _projection(leaves, padding), True
-    looked_at = {name: leaves[name] for name in padding if not hide and leaves[name].requires_grad}
-    wanted = {**named, **inputs}
-    unseen = padding
-    if (wanted or looked_at) and loss.requires_grad:
-        of = [*wanted.values(), *looked_at.values()]
-        gradients = iter(torch.autograd.grad(loss, of, allow_unused=True))
-        for name, value in wanted.items():
-            gradient = next(gradients)
-            tensors[f"gradient of {name}"] = (
-                torch.zeros_like(value.detach()) if gradient is None else gradient
-            )
-        seen = {name: g for name, g in zip(looked_at, gradients, strict=True) if g is not None}
-        unseen = {
-            name: rows & ~(seen[name] != 0).flatten(2).any(-1) if name in seen else rows
-            for name, rows in padding.items()
-        }
-    return _Run(float(loss.detach()), tensors, unseen)
-
-
-def _padding(kwargs: dict, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By output: (batch, seq), True for rows of padding, if a mask of the batch has any."""
-    masks = [kwargs[name] for name in _MASKS if isinstance(kwargs.get(name), Tensor)]
-    padding = {}
-    for name, output in outputs.items():
-        fitting = [m == 0 for m in masks if output.dim() > 2 and m.shape == output.shape[:2]]
-        if fitting and all(rows.any() for rows in fitting):
-            padding[name] = functools.reduce(torch.logical_and, fitting).to(output.device)
-    return padding
-
-
-def _without(tensor: Tensor, rows: Tensor) -> Tensor:
-    """With zeros in some rows, (batch, seq)."""
-    return tensor.masked_fill(rows.reshape(*rows.shape, *(1,) * (tensor.dim() - 2)), 0.0)
-
-
-def _plain(output):
-    """Outputs of transformers are ordered dicts that torch's pytree may not know."""
-    return dict(output) if isinstance(output, dict) else output
-
-
-def _loss(output, leaves: list[Tensor]) -> Tensor | None:
-    """The output's own loss, or the scalar in it, if there is one."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    return next((leaf for leaf in leaves if leaf.dim() == 0), None)
-
-
-def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor:
-    """A fixed random projection of all floating tensors in the output, without rows of padding."""
-    random = torch.Generator().manual_seed(20)
-    terms = []
-    for name, leaf in leaves.items():
-        if name in padding:
-            leaf = _without(leaf, padding[name])
-        factors = torch.randn(leaf.shape, generator=random, dtype=torch.float64, device="cpu").to(
-            leaf
-        )
-        terms.append((factors * leaf).sum() / max(leaf.numel(), 1) ** 0.5)
-    return sum(terms)
 
 
 def _in_double(model: nn.Module, modules) -> nn.Module | None:
@@ -489,8 +404,8 @@ def _to_double(leaf):
     return leaf
 
 
-def _moved(model, draw: int) -> dict[str, Tensor]:
-    """The model's parameters, each number one rounding away."""
+def _moved(model, draw: int, as_cast: bool) -> dict[str, Tensor]:
+    """The model's parameters, each number one rounding away; with `as_cast` of autocast's dtype."""
     random = torch.Generator().manual_seed(draw)
     moved = {}
     for name, value in model.named_parameters():
@@ -501,7 +416,11 @@ def _moved(model, draw: int) -> dict[str, Tensor]:
                 .sub_(1)
                 .to(value)
             )
-            near = value.detach() * (1 + torch.finfo(value.dtype).eps * sign)
+            eps = torch.finfo(value.dtype).eps
+            device = value.device.type
+            if as_cast and torch.is_autocast_enabled(device):
+                eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+            near = value.detach() * (1 + eps * sign)
             moved[name] = near.requires_grad_(value.requires_grad)
     return moved
 
@@ -510,8 +429,3 @@ def _finite_alike(exact: dict[str, Tensor], stock: dict[str, Tensor]) -> bool:
     """False if float64 is no reference for a model: a mask of float64's minimum is infinite in a
     softmax that computes in float32."""
     return all(torch.equal(exact[name].isfinite(), stock[name].isfinite()) for name in stock)
-
-
-def _distances(run: _Run, ref: _Run, unseen: dict[str, Tensor]) -> dict[str, float]:
-    tensors, refs = run.visible(unseen), ref.visible(unseen)
-    return {name: distance(tensors[name], refs[name]) for name in refs}

@@ -20,7 +20,7 @@ detached, are a leaf, or passed through a function of the user's.
 
 The alternatives were None, which breaks code that reads logits in training, and logits without a
 graph, which are wrong for a loss of the user's own. There is no condition on `model.training`:
-gradients of a model in eval mode have the same logits, and `verify` runs that way. Without
+gradients of a model in eval mode have the same logits, and `verify` may run that way. Without
 gradients (the Trainer's evaluation, `generate`), without labels, and under `torch.compile`, logits
 are made at once.
 """

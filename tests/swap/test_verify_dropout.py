@@ -1,0 +1,322 @@
+"""Report.verify with dropout on: stock has the masks of the swapped model."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass.swapping import masks
+from onepass.swapping.matchers import KINDS
+from tests.swap.test_verify import IDS, Model
+
+X = torch.randn(3, 10, 32)
+PADDING = torch.arange(10) >= torch.tensor([[10], [7], [5]])
+
+
+class Attends(nn.Module):
+    def __init__(self, need_weights: bool = False, **options):
+        super().__init__()
+        self.norm, self.need_weights = nn.LayerNorm(32), need_weights
+        self.attention = nn.MultiheadAttention(32, 4, dropout=0.2, **options)
+
+    def forward(self, x, **masks):
+        x = self.norm(x)
+        return self.attention(x, x, x, need_weights=self.need_weights, **masks)[0]
+
+
+class Eager(nn.Module):
+    """As transformers' eager attention: dropout of a matrix of weights."""
+
+    def __init__(self, p: float = 0.2):
+        super().__init__()
+        self.norm, self.qkv, self.p = nn.LayerNorm(32), nn.Linear(32, 96), p
+
+    def forward(self, x):
+        query, key, value = self.qkv(self.norm(x)).view(3, 10, 4, 24).transpose(1, 2).chunk(3, -1)
+        weights = F.softmax(query @ key.mT / 8**0.5, -1)
+        weights = F.dropout(weights, self.p, self.training)
+        return x + (weights @ value).transpose(1, 2).flatten(-2)
+
+
+class Fused(Eager):
+    """The same where onepass calls its attention by name, as after `attach`."""
+
+    def forward(self, x):
+        if type(self.norm) is nn.LayerNorm:
+            return super().forward(x)
+        heads = self.qkv(self.norm(x)).view(3, 10, 4, 24).transpose(1, 2).chunk(3, -1)
+        p = self.p if self.training else 0.0
+        attended = onepass.functional.scaled_dot_product_attention(*heads, dropout_p=p)
+        return x + attended.transpose(1, 2).flatten(-2)
+
+
+class Paths(nn.Module):
+    """Draws numbers of its own, some in the dtype of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.LayerNorm(32), nn.Linear(32, 32), nn.Dropout(0.2)
+        self.batch_norm = nn.BatchNorm1d(10)
+
+    def forward(self, x):
+        rows = (x.shape[0], 1, 1)
+        branch = self.linear(self.norm(x)) * (torch.rand(rows, dtype=x.dtype) + 0.5).floor()
+        branch = branch * x.new_empty(rows).bernoulli_(0.7)
+        if random.random() < 0.5:
+            branch = self.drop(branch)
+        return self.batch_norm(self.drop(x + branch + 0.1 * torch.randn_like(x)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(32), nn.Dropout(0.1)
+        self.lstm = nn.LSTM(32, 32, 2, dropout=0.3)
+
+    def forward(self, x):
+        return self.drop(self.norm(self.lstm(x + torch.randn_like(x))[0]))
+
+
+def layer(**options):
+    return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.2, **options)
+
+
+MODELS = {
+    "dropouts": lambda: nn.Sequential(
+        nn.LayerNorm(32), nn.RReLU(), nn.Dropout(0.3), nn.Dropout1d(0.3), nn.AlphaDropout(0.2)
+    ),
+    "layer": lambda: layer(batch_first=True),
+    "norm first": lambda: layer(norm_first=True, activation="gelu"),
+    "encoder": lambda: nn.TransformerEncoder(layer(batch_first=True), 2),
+    "heads": Attends,
+    "heads, batch first": lambda: Attends(batch_first=True),
+    "weights": lambda: Attends(need_weights=True),
+    "eager": Eager,
+    "eager, fused": Fused,
+    "paths": Paths,
+    "checkpointed": Checkpointed,
+    "recurrent": Recurrent,
+}
+
+
+def verified(model: nn.Module, *batch, kinds=None):
+    """The verdict, which must leave all random states."""
+    numpy = sys.modules.get("numpy")
+    report = onepass.swap(model, kinds=kinds)
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()[1].copy()
+    result = report.verify(*batch)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert numpy is None or (numpy.random.get_state()[1] == states[2]).all()
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kinds", [KINDS, ("norm",)], ids=["all", "norms"])
+def test_same_with_dropout_on(name, kinds):
+    result = verified(MODELS[name](), X, kinds=kinds)
+    assert result.ok and result.dropout_off == "" and result.judged == "float64", result
+    assert max(deviation.stock_error for deviation in result.deviations) < 1e-5
+
+
+class OtherSeed(TorchDispatchMode):
+    """Gives onepass's operators another seed than was drawn."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "onepass" and "seed" in str(func._schema):
+            args = [x + 1 if _is_seed(x) else x for x in args]
+            kwargs = {key: x + 1 if _is_seed(x) else x for key, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _is_seed(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype is torch.int64 and x.shape == (2,)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("weights", "eager")])
+def test_a_wrong_mask_is_found(name):
+    """Of those that onepass computes: it leaves a matrix of weights to torch."""
+    report = onepass.swap(MODELS[name]())
+    with OtherSeed():
+        result = report.verify(X)
+    assert result.ok is False and result.dropout_off == "", result
+
+
+@pytest.mark.parametrize("name", ["layer", "heads", "weights", "eager, fused", "dropouts"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"], ids=str)
+def test_in_sixteen_bits(name, dtype):
+    autocast = dtype == "autocast"
+    model, x = MODELS[name](), X
+    if not autocast:
+        model, x = model.to(dtype), X.to(dtype)
+    report = onepass.swap(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = report.verify(x)
+    assert result.ok and result.dropout_off == "", result
+
+
+@pytest.mark.parametrize("mask", ["padding", "causal", "float", "both"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_masks_of_attention(mask, need_weights):
+    causal = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    given = {
+        "padding": {"key_padding_mask": PADDING},
+        "causal": {"attn_mask": causal},
+        "float": {"attn_mask": torch.randn(10, 10)},
+        "both": {"attn_mask": causal, "key_padding_mask": PADDING},
+    }[mask]
+    result = verified(Attends(need_weights, batch_first=True), dict(x=X, **given))
+    assert result.ok and result.dropout_off == "", result
+
+
+def test_channels_last():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Dropout(0.3))
+    x = torch.randn(2, 3, 8, 8)
+    for order in (torch.channels_last, torch.contiguous_format):
+        result = verified(model.to(memory_format=order), x.to(memory_format=order))
+        assert result.ok and result.dropout_off == "" and result.kernels["dropout"], result
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "swin"])
+def test_models_of_transformers(name, attention):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    ids = torch.arange(32).reshape(2, 16)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 10:] = 0
+    batch = dict(input_ids=ids, labels=ids, attention_mask=mask)
+    small = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    if name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)
+    elif name == "bert":
+        config = transformers.BertConfig(**small, intermediate_size=64)
+    elif name == "t5":
+        config = transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+    elif name == "llama":
+        config = transformers.LlamaConfig(
+            **small, num_key_value_heads=2, intermediate_size=64, attention_dropout=0.1
+        )
+    else:
+        config = transformers.SwinConfig(
+            image_size=16, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4,
+            drop_path_rate=0.5, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        )  # fmt: skip
+        batch = dict(pixel_values=torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1]))
+    config._attn_implementation = attention
+    makers = {
+        "gpt2": transformers.GPT2LMHeadModel,
+        "bert": transformers.BertForMaskedLM,
+        "t5": transformers.T5ForConditionalGeneration,
+        "llama": transformers.LlamaForCausalLM,
+        "swin": transformers.SwinForImageClassification,
+    }
+    result = verified(makers[name](config).train(), batch)
+    assert result.ok and result.dropout_off == "" and result.kernels["attention"], result
+
+
+# ---- what cannot be compared with dropout on -----------------------------------------------------
+
+
+class Differs(Model):
+    """Runs other code once it is swapped."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before = before
+
+    def forward(self, ids):
+        y = super().forward(ids)
+        return y + 0.0 * self.before(self, y, type(self.norm) is nn.LayerNorm)
+
+
+def _noise(model, y, stock):
+    return torch.rand(3).sum() if stock else 0.0
+
+
+def _transposed(model, y, stock):
+    return model.drop(y if stock else y.transpose(0, 1)).sum()
+
+
+def _numpy(model, y, stock):
+    return random.random() if stock else 0.0
+
+
+def _raises(model, y, stock):
+    if torch._C._len_torch_function_stack():
+        raise ValueError("no modes")
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "before, why",
+    [
+        (_noise, "stock and swapped draw different random numbers"),
+        (_numpy, "stock and swapped draw different random numbers"),
+        (_transposed, "stock drops elements of tensors of other shapes"),
+        (_raises, "with it the model raises ValueError"),
+    ],
+)
+def test_dropout_is_off_where_masks_cannot_be_the_same(before, why):
+    model = Differs(before)
+    result = verified(model, IDS)
+    assert result.ok and result.dropout_off == why and "drop" in result.not_run
+    assert f"; dropout was off: {why}" in str(result)
+    assert result.to_dict()["dropout_off"] == why
+    assert all(module.training for module in model.modules())
+
+
+def test_packed_sequences_have_masks_of_their_own():
+    class Packs(Eager):
+        def forward(self, x):
+            if type(self.norm) is nn.LayerNorm:
+                return super().forward(x)
+            rows = self.qkv(self.norm(x)).view(30, 4, 24).chunk(3, -1)
+            first = torch.arange(0, 31, 10, dtype=torch.int32)
+            p = self.p if self.training else 0.0
+            y = onepass.functional.varlen_attention(*rows, first, first, 10, 10, dropout_p=p)
+            return x + y.view(3, 10, 32)
+
+    result = verified(Packs(), X)
+    assert result.ok and "tensors of other shapes" in result.dropout_off
+
+
+def test_masks_are_those_of_the_definition():
+    """Of stock's calls, in each form that torch has."""
+    x = torch.randn(6, 8)
+    calls = [
+        lambda: F.dropout(x, 0.4),
+        lambda: torch.dropout(x, 0.4, train=True),
+        lambda: nn.Dropout(0.4)(x),
+        lambda: F.dropout(x.clone(), 0.4, inplace=True),
+    ]
+    for call in calls:
+        found, state = masks.Masks(), torch.get_rng_state()
+        with found.noted():
+            swapped = onepass.functional.dropout(x, 0.4)
+        torch.set_rng_state(state)
+        with found.repeated():
+            assert torch.equal(call(), swapped)
+    with found.repeated():
+        assert F.dropout(x, 0.0) is x and F.dropout(x, 0.4, training=False) is x
