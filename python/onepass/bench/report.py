@@ -58,8 +58,8 @@ def print_doubts(result: dict, rows: Sequence[Row]) -> None:
         lines.append("this allocator does not obey mallopt: every case is 'fresh'")
     lines += [f"WRONG: {row.case.name}: {row.check}" for row in rows if row.check]
     lines += [f"FAILED: {name}: {problem}" for name, problem in result["failed"].items()]
-    if result["left_out"]:
-        names = ", ".join(result["left_out"])
+    if left_out := result["left_out"]:
+        names = ", ".join(left_out[:3]) + f" and {len(left_out) - 3} more" * (len(left_out) > 3)
         lines.append(f"left out by --quick, --limit or Ctrl-C: {names}")
     console = console_of(WIDTH_OFF_TERMINAL)
     for line in lines:
