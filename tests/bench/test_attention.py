@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
 import torch
 
+from onepass import bench
 from onepass.bench import attention_parts, harness, report
 from onepass.bench import case as cases
 from onepass.bench.case import Case, Row
@@ -163,8 +165,9 @@ def test_torch_has_the_packed_batch_padded(monkeypatch):
 
 # For every variant the case that has all of its parts.
 @pytest.mark.parametrize("glob", ["*/forward+backward", pytest.param("*", marks=pytest.mark.slow)])
-def test_quick_runs_every_case(capsys, glob):
+def test_quick_runs_every_case(monkeypatch, capsys, glob):
     """On one thread, since threads that wait for a busy core would take most of the time."""
+    monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
     words = ("--quick", "--threads", "1", "--case", f"attention/{glob}")
     assert run("attention", *words, "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)

@@ -219,12 +219,14 @@ def test_cuda_tables_show_gigabytes_per_second(capsys):
     limits = CudaCeilings(1 << 30, 3100.0, 3000.0)
     facts = {"gpu": "NVIDIA Something"}
     result = {"device": "cuda", "other_load": None, "machine": facts, "command": "onepass bench"}
-    report.print_footer(result | {"failed": {}, "left_out": ["norm/x"]}, limits)
+    result |= {"recycled_memory": None, "failed": {}, "left_out": ["norm/x"]}
+    report.print_doubts(result, [row])
+    report.print_footer(result, limits)
     printed = capsys.readouterr().out
     assert "GB/s" in printed and "3000" in printed and "150%" in printed
     assert "1.0x+ 1.0x? 85%+" in printed
     assert "copy 3100 GB/s" in printed and "gpu NVIDIA Something" in printed
-    assert "left out by --limit or Ctrl-C: norm/x" in printed and "AVX2" not in printed
+    assert "left out by --quick, --limit or Ctrl-C: norm/x" in printed and "AVX2" not in printed
 
 
 # ---- the results of the timed tensors ------------------------------------------------------------

@@ -227,13 +227,36 @@ def test_other_load_is_what_others_use():
 
 def test_a_busy_machine_is_named(capsys):
     limits = Ceilings(2, 1 << 20, 10.0, 20.0, None, None)
-    result = {"recycled_memory": True, "other_load": 0.7, "machine": {}, "command": "onepass bench"}
-    report.print_footer(result, limits)
-    assert (
-        "0.70 cores were busy with other things meanwhile; NOT A QUIET" in capsys.readouterr().out
-    )
-    report.print_footer(result | {"other_load": 0.01}, limits)
-    assert "NOT A QUIET" not in capsys.readouterr().out
+    facts = {"recycled_memory": True, "machine": {}, "failed": {}, "left_out": []}
+    for load, is_quiet in ((0.7, False), (0.01, True)):
+        result = facts | {"other_load": load, "command": "onepass bench"}
+        report.print_doubts(result, [])
+        doubts = capsys.readouterr().out
+        assert doubts.startswith("NOT A QUIET MACHINE: 0.70") or (is_quiet and not doubts)
+        report.print_footer(result, limits)
+        assert (f"other load: {load:.2f} cores" in capsys.readouterr().out) is is_quiet
+
+
+def test_what_is_not_to_be_trusted_comes_first(monkeypatch, capsys):
+    good = norm.OPERATORS["rms_norm"]
+    wrong = cases.Operator(lambda x, w: (x * 2,), good.stock, good.formula, good.base)
+    monkeypatch.setitem(norm.OPERATORS, "rms_norm", wrong)
+    monkeypatch.setattr(machine.OtherLoad, "cores", lambda self: 0.7)
+    assert run("norm", "--quick", "--case", "norm/rms_norm/float32/64x96/*", "--limit", "1") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("--quick: small shapes and few rounds, a smoke run.")
+    assert lines[1].startswith("NOT A QUIET MACHINE: 0.70 cores were busy")
+    assert lines[2].startswith("WRONG: norm/rms_norm/float32/64x96/forward")
+    assert next(i for i, line in enumerate(lines) if "eager us" in line) > 2
+
+
+def test_quick_begins_no_case_after_its_seconds_of_a_family(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(torch, "compile", None)  # would raise
+    assert run("norm", "dropout", "--quick", "--case", "*/forward", "--json", "-") == 0
+    result = json.loads(capsys.readouterr().out)
+    families = [row["name"].partition("/")[0] for row in result["rows"]]
+    assert sorted(families) == ["dropout", "norm"] and result["left_out"] and result["quick"]
 
 
 def test_ceilings_are_positive_and_arithmetic_grows_with_the_level():

@@ -97,7 +97,8 @@ def commands(monkeypatch, begin):
     monkeypatch.setattr(onepass.compare.plot, "plot", lambda *_: text.encode())
     monkeypatch.setattr(onepass.bench, "_run", measured)
     monkeypatch.setattr("onepass.bench.report.print_tables", lambda *_: print("table"))
-    monkeypatch.setattr("onepass.bench.report.print_footer", lambda *_: None)
+    for name in ("print_doubts", "print_footer"):
+        monkeypatch.setattr(f"onepass.bench.report.{name}", lambda *_: None)
 
 
 WORDS = {

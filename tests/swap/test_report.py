@@ -106,10 +106,12 @@ def test_at_most_five_lines_of_notes_are_printed(monkeypatch):
         str(found).splitlines()[-2:] == ["notes", "  - a point"] and str(found) == found.details()
     )
     monkeypatch.setenv("COLUMNS", "60")
-    found.notes = [" ".join(["long"] * 100), "another"]
+    found.notes = [" ".join(["long"] * 100)] * 3
     lines = str(found).splitlines()
     assert len(lines) - lines.index(next(line for line in lines if line.startswith("notes"))) == 6
     assert lines[-1].endswith("...") and max(map(len, lines)) <= 60
+    found.notes = [" ".join(["long"] * 40)]
+    assert "report.details()" in str(found) and len(str(found).splitlines()[-1]) <= 60
 
 
 def test_the_point_of_a_note_fits_into_a_line():

@@ -7,10 +7,11 @@ beyond the cache. Cases named `fresh` show that, under the allocator's defaults;
 
 ``--json`` writes one object: ``command``, ``device`` (cpu or cuda), ``machine`` (facts by name),
 ``ceilings`` (GB/s and GFLOP/s), ``recycled_memory`` (whether the allocator complied; null on CUDA),
-``failed`` (errors by case), ``left_out`` (cases that --limit or Ctrl-C left out) and
-``rows``: ``name``, ``memory``, ``times`` by variant (ours, eager, compile, copy: median, p10, p90,
-fastest, calls per batch, page faults per call), ``rounds_at_each_place``, ``against_eager`` and
-``against_compile`` (how many times faster, with the 95 % interval), ``against_others``,
+``failed`` (errors by case), ``left_out`` (cases that --quick, --limit or Ctrl-C left out),
+``quick`` (whether --quick was given) and ``rows``: ``name``, ``memory``, ``times`` by variant
+(ours, eager, compile, copy: median, p10, p90, fastest, calls per batch, page faults per call),
+``rounds_at_each_place``, ``against_eager`` and ``against_compile`` (how many times faster, with the
+95 % interval), ``against_others``,
 ``unavailable`` (further variants that do not run here, with their errors), ``share_of_copy`` (or of
 an update, a read, or arithmetic), ``gbps``, ``gflops`` (both null where they are no measure),
 ``right``, ``check``, ``error_share_of_bound``, ``unchecked`` (on CUDA the timed tensors' own
@@ -30,6 +31,7 @@ import pkgutil
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import replace
 
 from onepass import _library
@@ -39,6 +41,7 @@ from onepass.bench.goals import Goals, read_goals
 
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 SECONDS = 0.7
+QUICK_SECONDS = 10.0  # of a family; the start and the last case may take as long again
 STDOUT = "-"
 
 
@@ -57,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
-        "--quick", action="store_true", help="one small shape, few rounds: a smoke run"
+        "--quick",
+        action="store_true",
+        help="one small shape, few rounds, no torch.compile, "
+        f"and no case after {QUICK_SECONDS:g} seconds of a family: a smoke run",
     )
     parser.add_argument(
         "--stream", action="store_true", help="print each figure as soon as it is measured"
@@ -124,8 +130,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json == STDOUT:
         print(json.dumps(result, indent=1))
     else:
-        from onepass.bench.report import print_footer, print_tables
+        from onepass.bench.report import print_doubts, print_footer, print_tables
 
+        print_doubts(result, rows)
         print_tables(rows)
         print_footer(result, limits)
     as_json = json.dumps(result, indent=1).encode()
@@ -166,18 +173,21 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
     ordered = progress(sorted(cases, key=lambda case: not case.fresh))
     pending = next(ordered, None)
     start, interrupted = time.perf_counter(), False
+    of_family: Counter[str] = Counter()  # seconds
+    most = QUICK_SECONDS if args.quick else math.inf
 
     def run_while(fresh: bool) -> None:
         nonlocal pending, interrupted
         while pending is not None and pending.fresh == fresh:
-            if interrupted or time.perf_counter() - start > args.limit:
+            begin, family = time.perf_counter(), pending.name.partition("/")[0]
+            if interrupted or begin - start > args.limit or of_family[family] > most:
                 left_out.append(pending.name)
             else:
                 try:
                     row = measure(
                         pending,
                         seconds=seconds,
-                        compiled=not args.no_compile,
+                        compiled=not (args.no_compile or args.quick),
                         places=places,
                         rounds=rounds,
                         limits=limits,
@@ -196,6 +206,7 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
                     traceback.print_exc()
                     text = str(error).strip().partition("\n")[0]
                     failed[pending.name] = f"{type(error).__name__}: {text}"
+            of_family[family] += time.perf_counter() - begin
             pending = next(ordered, None)
 
     machine, others = machine_facts(), OtherLoad()
@@ -220,6 +231,7 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
         "other_load": None if on_cuda else others.cores(),
         "failed": failed,
         "left_out": left_out,
+        "quick": args.quick,
         "rows": [row.to_dict() for row in in_order],
     }
     return result, in_order, limits, interrupted

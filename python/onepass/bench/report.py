@@ -44,6 +44,28 @@ def figure(row: Row) -> str:
     return f"figure {row.case.name}: {', '.join(parts)}"
 
 
+def print_doubts(result: dict, rows: Sequence[Row]) -> None:
+    """Why figures of the tables below are not to be trusted; `result` is what --json writes."""
+    lines = []
+    if result.get("quick"):
+        lines.append("--quick: small shapes and few rounds, a smoke run. Do not trust them.")
+    if (busy := result["other_load"]) is not None and busy > QUIET:
+        lines.append(
+            f"NOT A QUIET MACHINE: {busy:.2f} cores were busy with other things meanwhile. Do not "
+            "trust these figures."
+        )
+    if result["recycled_memory"] is False:
+        lines.append("this allocator does not obey mallopt: every case is 'fresh'")
+    lines += [f"WRONG: {row.case.name}: {row.check}" for row in rows if row.check]
+    lines += [f"FAILED: {name}: {problem}" for name, problem in result["failed"].items()]
+    if left_out := result["left_out"]:
+        names = ", ".join(left_out[:3]) + f" and {len(left_out) - 3} more" * (len(left_out) > 3)
+        lines.append(f"left out by --quick, --limit or Ctrl-C: {names}")
+    console = console_of(WIDTH_OFF_TERMINAL)
+    for line in lines:
+        console.print(Text(line, style="bold red"))
+
+
 def print_tables(rows: Sequence[Row]) -> None:
     console = console_of(WIDTH_OFF_TERMINAL)
     throughput = [row for row in rows if row.share is not None]
@@ -52,9 +74,6 @@ def print_tables(rows: Sequence[Row]) -> None:
         print_table(console, _throughput_table(throughput))
     if overhead:
         print_table(console, _overhead_table(overhead))
-    for row in rows:
-        if row.check:
-            console.print(Text(f"WRONG: {row.case.name}: {row.check}", style="bold red"))
     errors = {row.compile_error for row in rows if row.compile_error}
     for error in sorted(errors):
         console.print(Text(f"torch.compile failed: {error}"))
@@ -213,18 +232,12 @@ def print_footer(result: dict, limits: Ceilings | CudaCeilings) -> None:
             "cache; times by events on the stream, of decoding of replays of CUDA graphs"
         )
     else:
-        memory = "freed memory stays with the process, for all variants (M_MMAP_MAX=0, no trimming)"
-        if not result["recycled_memory"]:
-            memory = "this allocator does not obey mallopt: every case is 'fresh'"
-        lines.append(f"memory: {memory}; cases named fresh: the allocator's defaults")
-    if (busy := result["other_load"]) is not None:
+        lines.append(
+            "memory: freed memory stays with the process, for all variants (M_MMAP_MAX=0, no "
+            "trimming); cases named fresh: the allocator's defaults"
+        )
+    if (busy := result["other_load"]) is not None and busy <= QUIET:
         lines.append(f"other load: {busy:.2f} cores were busy with other things meanwhile")
-        if busy > QUIET:
-            lines[-1] += "; NOT A QUIET MACHINE: do not trust these figures"
-    for name, problem in result.get("failed", {}).items():
-        lines.append(f"FAILED: {name}: {problem}")
-    if result.get("left_out"):
-        lines.append(f"left out by --limit or Ctrl-C: {', '.join(result['left_out'])}")
     lines.append(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     lines.append(result["command"])
     print("\n" + "\n".join(lines))

@@ -104,10 +104,9 @@ def estimate(
         else:
             given = subject.made(model, real)
         found = step.run(given, options, {"": optimizer})
-    except BadModel as error:
-        raise RuntimeError(f"estimate: {error.of('model', 'real=True')}") from error
-    except BadInput as error:
-        raise RuntimeError(f"estimate: {error}") from error
+    except BadInput as error:  # its own text may name flags: a traceback shows its cause instead
+        told = error.of("model", "real=True") if isinstance(error, BadModel) else error
+        raise RuntimeError(f"estimate: {told}") from error.__cause__
     return step.estimate_of(found, "")
 
 

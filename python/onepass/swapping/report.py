@@ -15,7 +15,7 @@ from torch import nn
 from onepass.swapping.changes import Edit
 
 _HINT = "swap changes the model in place; drop the assignment"
-MOST_LINES = 5  # of notes that `print` shows
+MOST_LINES, _LINES_OF_ONE = 5, 2  # of notes, and of a note, that `print` shows
 _BULLET = ("  - ", "    ")
 _NAMED = 3  # groups of names in the line of `unswap`
 _COLUMNS = {
@@ -214,19 +214,16 @@ def listed(notes: list[str]) -> list[str]:
 
 def shortened(notes: list[str]) -> list[str]:
     """The first clauses of the first notes, in at most `MOST_LINES` lines below their head."""
-    if not notes:
-        return []
-    lines, shown = [], 0
+    whole, lines = listed(notes), []
     for note in notes:
-        left = MOST_LINES - len(lines)
-        if not left:
+        most = min(MOST_LINES - len(lines), _LINES_OF_ONE)
+        if not most:
             break
         clause = first_clause(note)
-        lines += folded(clause, _width_of_notes(), *_BULLET, max_lines=left).splitlines()
-        shown += 1
-    is_whole = shown == len(notes) and all(note == first_clause(note) for note in notes)
-    head = "notes" if is_whole else "notes (print(report.details()) has all of them)"
-    return ["", head, *lines]
+        lines += folded(clause, _width_of_notes(), *_BULLET, max_lines=most).splitlines()
+    if "\n".join(lines) == "\n".join(whole[2:]):
+        return whole
+    return ["", "notes (print(report.details()) has all of them)", *lines]
 
 
 def first_clause(note: str) -> str:

@@ -18,7 +18,7 @@ from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
 from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
 from onepass.swapping.reasons import Reason
-from onepass.swapping.report import Change, listed, preformatted, rows, table
+from onepass.swapping.report import Change, listed, preformatted, rows, shortened, table
 from onepass.swapping.restored import without
 
 # Models, by model_type, that transformers runs on eager attention alone although they take
@@ -99,7 +99,16 @@ class Attachment:
             )
         return verify(self, batch, loss_fn)
 
+    def details(self) -> str:
+        """The report with all of every note."""
+        return "\n".join(self._tables() + listed(self.notes))
+
     def __str__(self) -> str:
+        return "\n".join(self._tables() + shortened(self.notes))
+
+    __repr__ = __str__
+
+    def _tables(self) -> list[str]:
         lines = [f"onepass: attached {len(self.attached)}, {len(self.skipped)} skipped"]
         sections = {
             "attached": ("name", "count", "kind", "type", "before", "to"),
@@ -109,9 +118,7 @@ class Attachment:
             found = rows(getattr(self, section), columns)
             if found:
                 lines += ["", *table(section, columns, found)]
-        return "\n".join(lines + listed(self.notes))
-
-    __repr__ = __str__
+        return lines
 
     def _repr_html_(self) -> str:
         return preformatted(str(self))
