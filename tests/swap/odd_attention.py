@@ -18,6 +18,7 @@ from tests.swap.odd_modules import (
     set_number,
     set_tensor,
     strided,
+    turned,
 )
 from tests.swap.test_rotary import apply_rotary_pos_emb
 
@@ -74,9 +75,7 @@ def masks(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable]:
     made[f"infinite {name}"] = lambda: torch.full(usual, float("-inf"))
     made[f"{name}: a list"] = lambda: mask(*usual).tolist()
     made[f"{name}: a number"] = lambda: 1.0
-    made[f"{name}: transposed"] = lambda: normal(*usual[::-1], grad=False)().permute(
-        *range(len(usual) - 1, -1, -1)
-    )
+    made[f"{name}: transposed"] = lambda: turned(torch.randn(usual[::-1]))
     return made
 
 
@@ -402,7 +401,7 @@ def attention_cases() -> list[Case]:
         "tokens first": cross(
             *[lambda: torch.randn(2, SEQ, HEADS, 8).transpose(1, 2).requires_grad_()] * 3
         ),
-        "turned": cross(*[lambda: torch.randn(8, SEQ, HEADS, 2).permute(3, 2, 1, 0)] * 3),
+        "turned": cross(*[lambda: turned(torch.randn(8, SEQ, HEADS, 2))] * 3),
         "infinite": cross(*[lambda: torch.full(usual, float("inf"))] * 3),
         "nan": cross(*[lambda: torch.full(usual, float("nan"))] * 3),
     }
@@ -527,9 +526,7 @@ def rotary_cases() -> list[Case]:
             *[lambda: torch.randn(2, SEQ, 4, 8).transpose(1, 2).requires_grad_()] * 2,
             *tables(*table),
         ),
-        "turned": cross(
-            *[lambda: torch.randn(8, SEQ, 4, 2).permute(3, 2, 1, 0)] * 2, *tables(*table)
-        ),
+        "turned": cross(*[lambda: turned(torch.randn(8, SEQ, 4, 2))] * 2, *tables(*table)),
         "one sample, tokens first": cross(
             *[lambda: torch.randn(1, SEQ, 1, 8).transpose(1, 2)] * 2, *tables(1, SEQ, 8)
         ),

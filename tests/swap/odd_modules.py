@@ -27,6 +27,7 @@ class Case(NamedTuple):
     arguments: Callable[[], tuple[list, dict]]
     change: Callable[[nn.Module], None] | None = None
     random: bool = False  # values are not compared
+    ordered: bool = True  # the results' memory order is compared
 
 
 class Odd(NamedTuple):
@@ -45,6 +46,11 @@ class Subclass(Tensor):
 def strided(shape, dtype, leap: int = 2) -> Tensor:
     """Every second element of the last dimension."""
     return torch.randn(*shape[:-1], leap * shape[-1]).to(dtype)[..., ::leap]
+
+
+def turned(x: Tensor) -> Tensor:
+    """With its dimensions in the reverse order."""
+    return x.permute(*range(x.dim() - 1, -1, -1))
 
 
 INPUTS: dict[str, Callable] = {
@@ -66,9 +72,7 @@ INPUTS: dict[str, Callable] = {
     "odd strides of size 1": lambda s, d: (
         torch.randn(s).to(d)[:1].as_strided((1, *s[1:]), (7, *torch.randn(s).stride()[1:]))
     ),
-    "transposed": lambda s, d: (
-        torch.randn(s[::-1]).to(d).permute(*range(len(s) - 1, -1, -1)).requires_grad_()
-    ),
+    "transposed": lambda s, d: turned(torch.randn(s[::-1]).to(d)).requires_grad_(),
     "first dimensions swapped": lambda s, d: (
         torch.randn(s[1], s[0], *s[2:]).to(d).transpose(0, 1).requires_grad_()
     ),
@@ -178,7 +182,7 @@ TENSORS: dict[str, Callable] = {
     "one more dimension": lambda w: w[None],
     "strided": lambda w: w.repeat_interleave(2, -1)[..., ::2],
     "expanded": lambda w: w[..., :1].expand(w.shape),
-    "transposed": lambda w: w.T.contiguous().T,
+    "transposed": lambda w: turned(turned(w).contiguous()),
     "sparse": lambda w: w.to_sparse(),
 }
 

@@ -13,7 +13,7 @@ from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
 from onepass._refusals import is_number, or_torchs
-from onepass.functional.attention import _autocast
+from onepass.functional.attention import _autocast, _is_autocast
 from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _composed, linear
 
 
@@ -63,10 +63,17 @@ def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None, **epilogue: obje
     return _composed(output, **epilogue) if epilogue else output
 
 
-def is_mask(mask: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether torch takes a mask beside a query of this dtype."""
+def fits(dtype: torch.dtype, query: Tensor) -> bool:
+    """Whether torch multiplies tensors of a dtype and of query's, as they are or by autocast."""
+    cast = _is_autocast(query) and dtype.is_floating_point and dtype is not torch.float64
+    return dtype is query.dtype or cast
+
+
+def is_mask(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether torch takes a mask of this dtype beside query."""
     return mask is None or (
-        isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.float32, dtype)
+        isinstance(mask, Tensor)
+        and (mask.dtype in (torch.bool, torch.float32) or fits(mask.dtype, query))
     )
 
 

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from onepass.functional._internal import is_mask, linear_where_it_gains, masked_attention
-from onepass.functional.attention import _is_autocast
+from onepass.functional._internal import (
+    fits,
+    is_mask,
+    linear_where_it_gains,
+    masked_attention,
+)
 from onepass.nn._nested import is_packed, like_packed, rows_of
 
 
@@ -86,7 +90,7 @@ def _is_well_formed(module, query, key, value, key_padding_mask, attn_mask, is_c
     if batch and batch[0] != batch[1]:
         return False
     seq_q, seq_k = query.shape[along], key.shape[along]
-    if not (is_mask(key_padding_mask, query.dtype) and is_mask(attn_mask, query.dtype)):
+    if not (is_mask(key_padding_mask, query) and is_mask(attn_mask, query)):
         return False
     if key_padding_mask is not None and key_padding_mask.shape != (*batch[:1], seq_k):
         return False
@@ -107,16 +111,12 @@ def _has_usual_parts(module, query: Tensor) -> bool:
     if module._qkv_same_embed_dim and module._parameters.get("in_proj_weight", width) is None:
         return False
     for bias, size in ((module.in_proj_bias, 3 * width), (module.out_proj.bias, width)):
-        if bias is not None and (bias.shape != (size,) or not _fits(bias.dtype, query)):
+        if bias is not None and (bias.shape != (size,) or not fits(bias.dtype, query)):
             return False
     extra = (module.bias_k, module.bias_v)
     return all(x is None for x in extra) or all(
         x is not None and x.shape == (1, 1, width) for x in extra
     )
-
-
-def _fits(dtype: torch.dtype, query: Tensor) -> bool:
-    return dtype is query.dtype or (_is_autocast(query) and dtype is not torch.float64)
 
 
 def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bool) -> Tensor:

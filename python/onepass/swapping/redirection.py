@@ -76,7 +76,7 @@ def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
         and is_for_attention(query)
         and min(query.dim(), value.dim()) > 1
         and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
-        and is_mask(attn_mask, query.dtype)
+        and is_mask(attn_mask, query)
     )
     given, torchs = (query, key, value, attn_mask, *args), F.scaled_dot_product_attention
     return or_torchs(attend_visibly, torchs, *given, **named) if taken else torchs(*given, **named)
