@@ -310,6 +310,19 @@ class Conditioned(nn.Module):
         return self.norm(input, torch.ones(input.shape[0], 64, dtype=self.norm.linear.weight.dtype))
 
 
+class ByHand(nn.Module):
+    """Attention of one head, written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(COLS, 3 * COLS)
+
+    def forward(self, input):
+        query, key, value = self.qkv(input).unsqueeze(-3).chunk(3, -1)
+        scores = query @ key.transpose(-2, -1) * COLS**-0.5
+        return (scores.softmax(-1) @ value).squeeze(-3)
+
+
 class WithLoss(nn.Module):
     """A criterion with targets."""
 
@@ -363,6 +376,7 @@ MODULES = {
     "Conv1D": Odd(conv1d, ROWS),
     "CrossEntropyLoss": Odd(WithLoss, (6, COLS), part="loss"),
     "adaptive norm": Odd(Conditioned, (3, 4, 64), part="norm.norm"),
+    "attention by hand": Odd(ByHand, ROWS, part="qkv"),
     "gated block": Odd(Llamas, (3, 4, WIDTH), part="gate_proj"),
 }
 
