@@ -26,9 +26,22 @@ def in_memory_order(run: Callable, first: Tensor, *others: Tensor) -> Tensor:
     return run(*(x.permute(order) for x in tensors)).permute(back)
 
 
+def rows_in_memory_order(run: Callable, input: Tensor, dims: int) -> Tensor:
+    """run(input), of the same shape, in input's memory order; its rows are the last `dims`
+    dimensions. A copy is made only where input's rows are not dense."""
+    if input.is_contiguous():
+        return run(input)
+    order = _order((input,))
+    if order is None:
+        return run(input)
+    rows = input.dim() - dims
+    kept = [d for d in order if d < rows] + list(range(rows, input.dim()))
+    back = sorted(range(len(kept)), key=kept.__getitem__)
+    return like(run(input.permute(kept)).permute(back), input)
+
+
 def like(output: Tensor, *inputs: Tensor) -> Tensor:
-    """A contiguous result in the memory order of its inputs; a copy, unless they have the usual
-    order."""
+    """A result in the memory order of its inputs; a copy, unless it has that order."""
     for x in inputs:
         if not x.is_contiguous():
             break

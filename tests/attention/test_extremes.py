@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepass import numerics
+from onepass import _C, functional, numerics
 from tests.attention.cases import (
     BF16,
     DTYPES,
@@ -87,6 +87,26 @@ def test_one_query(seq_k, dtype):
     check(Case(dtype, 64, heads=8, kv_heads=2, seq_q=1, seq_k=seq_k))
     check(Case(dtype, 64, heads=4, seq_q=1, seq_k=seq_k, mask="b", window_right=0,
                bottom_right=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("seq_q, seq_k", [(1, 5), (5, 5), (40, 70), (1, 200)])
+def test_subnormal_bfloat16(seq_q, seq_k):
+    """AVX-512's dot instructions take subnormal bfloat16 numbers as 0 (docs/limits.md), as factors
+    and as results; the other levels keep them, as torch's attention does."""
+    has_dots = _C.cpu_level() == "avx512_bf16"
+    query = torch.full((1, 1, seq_q, 32), 1e-40, dtype=BF16)
+    signs = torch.ones(1, 1, seq_k, 32, dtype=BF16)
+    signs[:, :, ::2] = -1
+    attend = functional.scaled_dot_product_attention
+    found = attend(query, 1e38 * signs, signs, scale=3.0)
+    exact = query.double() * 0 if has_dots else query.double()
+    wide = (1e38 * signs).double(), signs.double()
+    expected = F.scaled_dot_product_attention(exact, *wide, scale=3.0)
+    base = F.scaled_dot_product_attention(query.float(), *(t.float() for t in wide), scale=3.0)
+    numerics.assert_close(found, expected, expected.to(BF16))
+    assert has_dots or bool((base > 0.3).all())
+    small = attend(0 * query, signs, 1e-40 * signs.abs())
+    assert torch.equal(small, torch.zeros_like(query) if has_dots else query)
 
 
 # ---- masks --------------------------------------------------------------------------------------

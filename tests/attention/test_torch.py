@@ -166,6 +166,32 @@ def test_second_derivatives_of_each_dtype(tensors, dtype):
         numerics.assert_close(*pooled, ("query", "key", "value")[index])
 
 
+@pytest.mark.parametrize("gap", [3.0, 8.0, 20.0, 60.0])
+def test_second_derivatives_near_certainty(gap):
+    """One key's score exceeds all others by `gap`, and its probability is almost 1: derivatives
+    are differences of numbers that are almost equal. In float64 the reference has such errors."""
+
+    def second(of, leaves, upstream):
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        first = torch.autograd.grad(of(*leaves, scale=1.0).pow(2).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(first, leaves, upstream)
+
+    runs = []
+    for _ in range(16):
+        drawn = 0.3 * torch.randn(6, 2, 3, 9, 16)
+        drawn[0, ..., 0], drawn[1, ..., 0] = gap, 0.0
+        drawn[1, :, :, 4, 0] = 1.0  # the key that is certain
+        with sdpa_kernel(SDPBackend.MATH):
+            ref, base = (
+                second(F.scaled_dot_product_attention, x[:3], list(x[3:]))
+                for x in (drawn.double(), drawn)
+            )
+        runs.append((second(attend, drawn[:3], list(drawn[3:])), ref, base))
+    for index, name in enumerate(("query", "key", "value")):
+        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
+        numerics.assert_close(*pooled, f"{name} {gap=}")
+
+
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_gradient_penalty_of_one_tensor_thrice(dtype):
     x = torch.randn(2, 3, 9, 16, dtype=dtype, requires_grad=True)

@@ -12,7 +12,8 @@ from onepass._ops import device_attention, linear_loss, loss, products, small_ca
 from onepass._ops.attention import attention
 from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
-from onepass.functional.attention import _autocast
+from onepass._refusals import is_number, or_torchs
+from onepass.functional.attention import _autocast, _is_autocast
 from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _composed, linear
 
 
@@ -53,9 +54,27 @@ def linear_where_it_gains(
 ) -> Tensor:
     """`linear` with its options, or `F.linear` and a pass for each option if that is as fast."""
     if linear_gains(input, weight, bias):
-        return linear(input, weight, bias, **epilogue)
+        return or_torchs(linear, _torchs, input, weight, bias, **epilogue)
+    return _torchs(input, weight, bias, **epilogue)
+
+
+def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None, **epilogue: object) -> Tensor:
     output = F.linear(input, weight, bias)
     return _composed(output, **epilogue) if epilogue else output
+
+
+def fits(dtype: torch.dtype, query: Tensor) -> bool:
+    """Whether torch multiplies tensors of a dtype and of query's, as they are or by autocast."""
+    cast = _is_autocast(query) and dtype.is_floating_point and dtype is not torch.float64
+    return dtype is query.dtype or cast
+
+
+def is_mask(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether torch takes a mask of this dtype beside query."""
+    return mask is None or (
+        isinstance(mask, Tensor)
+        and (mask.dtype in (torch.bool, torch.float32) or fits(mask.dtype, query))
+    )
 
 
 def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -65,7 +84,8 @@ def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     forward mode, where ours is torch's too.
     """
     return (
-        weight.dim() == 2
+        weight is not None
+        and weight.dim() == 2
         and not small_calls.linear_is_small(input, weight)
         and _is_usual(input, weight, bias)
         and products.gains(input, weight)
@@ -88,6 +108,7 @@ def cross_entropy_gains(
         and isinstance(target, Tensor)
         and target.dtype is torch.int64
         and target.shape == input.shape[:-1]
+        and is_number(label_smoothing)
         and 0.0 <= label_smoothing <= 1.0
         and input.dtype in _DTYPES
         and input.layout is torch.strided
@@ -159,7 +180,7 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtype = weight.dtype
     return (
         input.layout is weight.layout is torch.strided
-        and (bias is None or bias.shape == weight.shape[:1])
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.layout is torch.strided))
         and (
             torch.is_autocast_enabled("cpu")
             or (input.dtype is dtype and (bias is None or bias.dtype is dtype))

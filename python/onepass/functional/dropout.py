@@ -41,13 +41,18 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         _check_p("dropout", "p", p)
         if type(training) is not bool:
             raise TypeError  # which check_arguments names
-        if (not training or p == 0.0) and isinstance(input, Tensor):
+        if isinstance(input, Tensor) and (not training or p == 0.0 or _is_empty(input)):
             return input
         output = _dropout.dropout(input, p)
         return input.copy_(output) if inplace else output
     except Exception:
         check_arguments(dropout, locals())
         raise
+
+
+def _is_empty(input: Tensor) -> bool:
+    # Compiled graphs may hold sizes that are known only when they run.
+    return not torch.compiler.is_compiling() and input.numel() == 0
 
 
 def add_dropout(

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
+from onepass._memory_order import like
+from onepass._ops.group_norm import has_channels_last
 from onepass._ops.modulated_norm import modulated_norm, scaled_add_norm
 from onepass._ops.norm import NormKind, norm
 
@@ -74,7 +76,8 @@ def rms_norm(
             0 without a weight.
 
     Returns:
-        Tensor of input's shape and dtype (under autocast: of the dtype that torch gives).
+        Tensor of input's shape and dtype (under autocast: of the dtype that torch gives), in
+        channels_last if input is.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
@@ -90,7 +93,7 @@ def rms_norm(
     """
     try:
         _check_offset("rms_norm", weight_offset, weight)
-        return norm(
+        output = norm(
             input,
             None,
             weight,
@@ -100,6 +103,7 @@ def rms_norm(
             eps=eps,
             weight_offset=weight_offset,
         )[0]
+        return like(output, input) if has_channels_last(input) else output
     except Exception:
         check_arguments(rms_norm, locals())
         raise

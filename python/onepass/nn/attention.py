@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from onepass.functional._internal import linear_where_it_gains, masked_attention
+from onepass.functional._internal import (
+    fits,
+    is_mask,
+    linear_where_it_gains,
+    masked_attention,
+)
 from onepass.nn._nested import is_packed, like_packed, rows_of
 
 
@@ -74,7 +79,7 @@ def _is_well_formed(module, query, key, value, key_padding_mask, attn_mask, is_c
     dims = query.dim()
     if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
         return False
-    if any(x.is_nested for x in (query, key, value)):
+    if any(x.is_nested for x in (query, key, value)) or not _has_usual_parts(module, query):
         return False
     if (query.shape[-1], key.shape[-1]) != (module.embed_dim, module.kdim):
         return False
@@ -85,18 +90,33 @@ def _is_well_formed(module, query, key, value, key_padding_mask, attn_mask, is_c
     if batch and batch[0] != batch[1]:
         return False
     seq_q, seq_k = query.shape[along], key.shape[along]
-    if key_padding_mask is not None and (
-        not _is_mask(key_padding_mask) or key_padding_mask.shape != (*batch[:1], seq_k)
-    ):
+    if not (is_mask(key_padding_mask, query) and is_mask(attn_mask, query)):
+        return False
+    if key_padding_mask is not None and key_padding_mask.shape != (*batch[:1], seq_k):
         return False
     if attn_mask is None:
-        return not is_causal
+        return is_causal is False
     entries = (batch[0] if batch else 1) * module.num_heads
-    return _is_mask(attn_mask) and attn_mask.shape in ((seq_q, seq_k), (entries, seq_q, seq_k))
+    return type(is_causal) is bool and (
+        attn_mask.shape in ((seq_q, seq_k), (entries, seq_q, seq_k))
+    )
 
 
-def _is_mask(mask: Tensor) -> bool:
-    return mask.dtype == torch.bool or mask.is_floating_point()
+def _has_usual_parts(module, query: Tensor) -> bool:
+    """Whether the parameters have the shapes that the constructor gives them, the biases query's
+    dtype, and the sizes of heads fit."""
+    width, heads = module.embed_dim, module.num_heads
+    if not type(width) is type(heads) is int or heads < 1 or module.head_dim != width / heads:
+        return False
+    if module._qkv_same_embed_dim and module._parameters.get("in_proj_weight", width) is None:
+        return False
+    for bias, size in ((module.in_proj_bias, 3 * width), (module.out_proj.bias, width)):
+        if bias is not None and (bias.shape != (size,) or not fits(bias.dtype, query)):
+            return False
+    extra = (module.bias_k, module.bias_v)
+    return all(x is None for x in extra) or all(
+        x is not None and x.shape == (1, 1, width) for x in extra
+    )
 
 
 def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bool) -> Tensor:
@@ -110,7 +130,7 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
     else:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in projected)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    extra = int(module.bias_k is not None) + int(module.add_zero_attn)
+    extra = (module.bias_k is not None) + bool(module.add_zero_attn)
     if is_causal and (key_padding_mask is None or (q.shape[2] == k.shape[2] and not extra)):
         attn_mask = None
     else:

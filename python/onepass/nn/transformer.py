@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import _stock
+from onepass._refusals import is_number
 from onepass.functional._internal import linear_where_it_gains
 from onepass.nn._nested import is_packed, like_packed, rows_of
 from onepass.nn._parts import is_method, runs_its_class
@@ -56,6 +57,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         # The module may be of any class (see onepass.swapping): no method of this one is called.
+        given = src_mask, src_key_padding_mask
+        if not all(mask is None or isinstance(mask, Tensor) for mask in given):
+            return torch.nn.TransformerEncoderLayer.forward(self, src, *given, is_causal)
         if not src.is_nested:
 
             def attend(x: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ def _feed_forward(
     if (
         type(x) is not Tensor
         or not all(_computes(part, *linear) for part in (first, second))
-        or not all(_computes(part, Dropout) for part in (dropout, last))
+        or not all(_drops(part) for part in (dropout, last))
     ):
         return None
     activation = _name_of(layer.activation)
@@ -144,6 +148,11 @@ def _computes(part: torch.nn.Module, *classes: type) -> bool:
     is_one = isinstance(part, classes) if made_by_swap else type(part) in classes
     own = _FORWARDS.get(type(part))
     return is_one and (own is None or type(part).forward is own) and runs_its_class(part)
+
+
+def _drops(part: torch.nn.Module) -> bool:
+    """Whether it is a dropout that computes as above, with a probability."""
+    return _computes(part, Dropout) and is_number(part.p) and 0.0 <= part.p <= 1.0
 
 
 def _p_of(dropout: Dropout) -> float:

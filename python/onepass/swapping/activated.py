@@ -26,11 +26,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 import onepass.functional
 from onepass import _stock
 from onepass._ops import small_calls
+from onepass._refusals import or_torchs
 from onepass.nn._parts import all_modules_have_hooks, forward_of, is_untouched
 from onepass.reference import group_norm as reference
 from onepass.swapping import adaptive, probe
 from onepass.swapping.classes import Swapped
-from onepass.swapping.inputs import has_kernels, is_plain
+from onepass.swapping.inputs import has_kernels, is_for_norm, is_plain
 from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import ActivatedSpec
 
@@ -94,16 +95,23 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
     """Both in one pass, if neither has been replaced or hooked and the call gains."""
     if (
         not (_is_norm(norm) and _is_silu(activation) and is_plain(x))
+        or type(norm.num_groups) is not int
         or all_modules_have_hooks()
         or not has_kernels(x.device.type, "group_norm")
         or small_calls.group_norm_is_small(x, norm.num_groups, activated=True)
     ):
         return _composed(norm, activation, x)
-    ours = onepass.functional.group_norm
-    arguments = (x, norm.num_groups, norm.weight, norm.bias, norm.eps)
-    if not torch.compiler.is_compiling() and has_torch_function((x,)):
-        return handle_torch_function(ours, (x,), *arguments, activation="silu")
-    return ours(*arguments, activation="silu")
+    weight, bias, eps = norm.weight, norm.bias, norm.eps
+    if not is_for_norm(x, weight, bias, eps):
+        return _composed(norm, activation, x)
+
+    def ours(norm: nn.Module, activation: nn.Module, x) -> Tensor:
+        function, arguments = onepass.functional.group_norm, (x, norm.num_groups, weight, bias, eps)
+        if not torch.compiler.is_compiling() and has_torch_function((x,)):
+            return handle_torch_function(function, (x,), *arguments, activation="silu")
+        return function(*arguments, activation="silu")
+
+    return or_torchs(ours, _composed, norm, activation, x)
 
 
 class ActivatedForward(Swapped):

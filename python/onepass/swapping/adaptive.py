@@ -25,6 +25,7 @@ import onepass.functional
 from onepass import _stock, numerics
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind
+from onepass._refusals import is_number, or_torchs
 from onepass.nn._parts import all_modules_have_hooks, forward_of, has_hooks, is_untouched
 from onepass.reference import norm as reference
 from onepass.swapping import probe
@@ -98,6 +99,7 @@ def _fused_as(kind: NormKind | None, norm: nn.Module, x, scale, shift):
     """In one pass, if the composition's result has the dtype and shape of x."""
     if (
         kind is None
+        or not is_number(norm.eps)
         or not (is_plain(x) and is_plain(scale) and is_plain(shift))
         or x.dim() != 3
         or scale.dim() != 2
@@ -107,10 +109,14 @@ def _fused_as(kind: NormKind | None, norm: nn.Module, x, scale, shift):
         or (x.is_cuda and torch.is_autocast_enabled("cuda"))
     ):
         return _composed(norm, x, scale, shift)
-    modulated = onepass.functional.modulated_layer_norm
-    if kind == NormKind.RMS:
-        modulated = onepass.functional.modulated_rms_norm
-    return modulated(x, scale.shape[-1], scale, shift, norm.eps)
+
+    def ours(norm: nn.Module, x, scale, shift) -> Tensor:
+        if kind == NormKind.RMS:
+            return onepass.functional.modulated_rms_norm(x, norm.dim, scale, shift, norm.eps)
+        shape = norm.normalized_shape
+        return onepass.functional.modulated_layer_norm(x, shape, scale, shift, norm.eps)
+
+    return or_torchs(ours, _composed, norm, x, scale, shift)
 
 
 class AdaptiveForward(Swapped):

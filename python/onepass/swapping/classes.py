@@ -14,21 +14,22 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import onepass.nn
 from onepass import _stock
 from onepass._compiling import refuse_script
 from onepass._ops import small_calls
-from onepass._ops.norm import norm
+from onepass._refusals import is_number, or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,
     linear_where_it_gains,
 )
-from onepass.swapping import rotary
-from onepass.swapping.inputs import is_autocast, is_for_attention, is_for_loss, is_plain
+from onepass.swapping import foreign_norm, rotary
+from onepass.swapping.inputs import is_for_attention, is_for_loss, is_for_norm, is_plain
 from onepass.swapping.probe import is_as_proven
 from onepass.swapping.quantization import Qconfig
-from onepass.swapping.redirection import ARE_SMALL, redirected, with_torchs_error
+from onepass.swapping.redirection import ARE_SMALL, redirected
 from onepass.swapping.specs import (
     ActivatedSpec,
     AdaptiveSpec,
@@ -58,7 +59,10 @@ class LayerNormForward(Swapped):
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input) and not small_calls.norm_is_small(input):
-            return onepass.nn.LayerNorm.forward(self, input)
+            weight, bias, eps = self.weight, self.bias, self.eps
+            if is_for_norm(input, weight, bias, eps):
+                given = (input, self.normalized_shape, weight, bias, eps)
+                return or_torchs(onepass.functional.layer_norm, F.layer_norm, *given)
         return _elsewhere(self, torch.nn.LayerNorm.forward, input)
 
 
@@ -66,8 +70,9 @@ class RMSNormForward(Swapped):
     _onepass_to = {"norm": "onepass.nn.RMSNorm"}
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_plain(x):
-            return onepass.nn.RMSNorm.forward(self, x)
+        if is_plain(x) and (self.eps is None or is_number(self.eps)):
+            given = (x, self.normalized_shape, self.weight, self.eps)
+            return or_torchs(onepass.functional.rms_norm, F.rms_norm, *given)
         return _elsewhere(self, torch.nn.RMSNorm.forward, x)
 
 
@@ -75,10 +80,16 @@ class GroupNormForward(Swapped):
     _onepass_to = {"norm": "onepass.nn.GroupNorm"}
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_plain(input) and not small_calls.group_norm_is_small(input, self.num_groups):
-            return onepass.functional.group_norm(
-                input, self.num_groups, self.weight, self.bias, self.eps
-            )
+        num_groups = self.num_groups
+        if (
+            is_plain(input)
+            and type(num_groups) is int
+            and not small_calls.group_norm_is_small(input, num_groups)
+        ):
+            weight, bias, eps = self.weight, self.bias, self.eps
+            if is_for_norm(input, weight, bias, eps):
+                given = (input, num_groups, weight, bias, eps)
+                return or_torchs(onepass.functional.group_norm, F.group_norm, *given)
         return _elsewhere(self, torch.nn.GroupNorm.forward, input)
 
 
@@ -86,9 +97,10 @@ class DropoutForward(Swapped):
     _onepass_to = {"dropout": "onepass.nn.Dropout"}
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_plain(input):
-            return onepass.nn.Dropout.forward(self, input)
-        return _elsewhere(self, torch.nn.Dropout.forward, input)
+        stock = torch.nn.Dropout.forward
+        if is_plain(input) and is_number(self.p):
+            return or_torchs(onepass.nn.Dropout.forward, stock, self, input)
+        return _elsewhere(self, stock, input)
 
 
 class LinearForward(Swapped):
@@ -108,8 +120,10 @@ class Conv1DForward(Swapped):
     _onepass_to = {"linear": "onepass.functional.linear"}
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_plain(x):
-            return linear_where_it_gains(x, self.weight.t(), self.bias)
+        if is_plain(x) and x.dim():
+            weight, bias = self.weight, self.bias
+            if weight is not None and bias is not None:
+                return linear_where_it_gains(x, weight.t(), bias)
         return _elsewhere(self, _stock.original(self).forward, x)
 
 
@@ -119,9 +133,10 @@ class CrossEntropyLossForward(Swapped):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         arguments = (input, target, self.weight, self.label_smoothing)
         ours = isinstance(self, Swapped) and is_for_loss(input)  # not so after `unswap`
+        stock = torch.nn.CrossEntropyLoss.forward
         if ours and cross_entropy_gains(*arguments):
-            return with_torchs_error(onepass.nn.CrossEntropyLoss.forward, self, input, target)
-        return _elsewhere(self, torch.nn.CrossEntropyLoss.forward, input, target)
+            return or_torchs(onepass.nn.CrossEntropyLoss.forward, stock, self, input, target)
+        return _elsewhere(self, stock, input, target)
 
 
 class ProvenForward(Swapped):
@@ -133,11 +148,11 @@ class ProvenForward(Swapped):
 
     _onepass_spec: NormSpec | GatedSpec
 
-    def forward(self, input=None, /, **named):
-        if input is None or named or not isinstance(self, Swapped):
+    def forward(self, input=..., /, **named):
+        if input is ... or named or not isinstance(self, Swapped):
             spec = getattr(self, "_onepass_spec", None)
-            if input is not None or not spec or tuple(named) != (spec.argument,):
-                given = () if input is None else (input,)
+            if input is not ... or not spec or tuple(named) != (spec.argument,):
+                given = () if input is ... else (input,)
                 return _stock.original(self).forward(self, *given, **named)
             input = named[spec.argument]
         held = self._onepass_spec.held
@@ -154,46 +169,10 @@ class ForeignNormForward(ProvenForward):
     _onepass_autocast_dtypes: dict[tuple, torch.dtype]
 
     def _onepass_compute(self, input):
-        spec = self._onepass_spec
-        weight = getattr(self, spec.weight)
-        out_dtype = self._onepass_out_dtypes.get((input.dtype, weight.dtype))
-        if out_dtype is None or self._onepass_is_small(input):
-            return _elsewhere(self, self._onepass_original.forward, input)
-        if is_autocast(input.device.type):
-            out_dtype = self._onepass_under_autocast(input, weight)
-        return norm(
-            input,
-            None,
-            weight,
-            None if spec.bias is None else getattr(self, spec.bias),
-            (weight.shape[0],),
-            kind=spec.kind,
-            eps=getattr(self, spec.eps),
-            weight_offset=spec.weight_offset,
-            out_dtype=out_dtype,
-        )[0]
-
-    def _onepass_is_small(self, input: Tensor) -> bool:
-        """Whether the original is faster: subclasses of torch's layer norm call it."""
-        return issubclass(self._onepass_original, nn.LayerNorm) and small_calls.norm_is_small(input)
-
-    def _onepass_under_autocast(self, input: Tensor, weight: Tensor) -> torch.dtype:
-        """The original's output dtype under a device's autocast, found by running it.
-
-        It runs on a row of ones. Compiled graphs drop that call, since only its dtype is used, and
-        have no cache, since filling it would be a side effect.
-        """
-        device = input.device.type
-        key = (device, torch.get_autocast_dtype(device), input.dtype, weight.dtype)
-        compiling = torch.compiler.is_compiling()
-        if compiling or key not in self._onepass_autocast_dtypes:
-            with torch.no_grad():
-                row = input.new_ones((1, weight.shape[0]))
-                dtype = self._onepass_original.forward(self, row).dtype
-            if compiling:
-                return dtype
-            self._onepass_autocast_dtypes[key] = dtype
-        return self._onepass_autocast_dtypes[key]
+        original, ours = self._onepass_original.forward, foreign_norm.computing(self, input)
+        if ours is None:
+            return _elsewhere(self, original, input)
+        return or_torchs(ours, original, self, input)
 
 
 class MultiheadAttentionForward(Swapped):
@@ -201,9 +180,10 @@ class MultiheadAttentionForward(Swapped):
 
     @functools.wraps(torch.nn.MultiheadAttention.forward)
     def forward(self, query, key, value, *args, **named):
-        if all(map(is_for_attention, (query, key, value))):
-            return onepass.nn.MultiheadAttention.forward(self, query, key, value, *args, **named)
         original = torch.nn.MultiheadAttention.forward
+        if all(map(is_for_attention, (query, key, value))):
+            ours = onepass.nn.MultiheadAttention.forward
+            return or_torchs(ours, original, self, query, key, value, *args, **named)
         return _elsewhere(self, original, query, key, value, *args, **named)
 
 

@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 import onepass.functional
 from onepass import _stock
 from onepass._ops import small_calls
+from onepass._refusals import or_torchs
 from onepass.reference import gate as reference
 from onepass.swapping import probe
 from onepass.swapping.classes import ProvenForward, _elsewhere
@@ -44,15 +45,16 @@ class GatedForward(ProvenForward):
     def _onepass_compute(self, input):
         spec = self._onepass_spec
         project = getattr(self, spec.gate)
-        if small_calls.gate_is_small(input, project):
+        if not input.dim() or small_calls.gate_is_small(input, project):
             return _elsewhere(self, self._onepass_original.forward, input)
         gate = project(input)
         up = None if spec.up is None else getattr(self, spec.up)(input)
+        options = {"activation": spec.activation, "gate_last": spec.gate_last}
         alike = up is None or (is_plain(up) and up.shape == gate.shape)
-        if not (alike and is_plain(gate)):  # of sharded layers, or of one that was replaced
-            hidden = reference.gated_activation(gate, up, spec.activation, spec.gate_last)
-        else:
-            hidden = _gated(gate, up, activation=spec.activation, gate_last=spec.gate_last)
+        if alike and is_plain(gate):
+            hidden = or_torchs(_gated, reference.gated_activation, gate, up, **options)
+        else:  # of sharded layers, or of one that was replaced
+            hidden = reference.gated_activation(gate, up, **options)
         return getattr(self, spec.down)(hidden)
 
 

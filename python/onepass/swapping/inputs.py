@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from onepass._imported import is_dtensor
 from onepass._ops.differentiation import are_transforms_active
+from onepass._refusals import is_number
 from onepass.swapping.scores import Scores
 
 MOST_HEAD_DIM = 512  # of the attention operator
@@ -47,6 +48,18 @@ def is_plain(input: Tensor) -> bool:
     if isinstance(input, Scores):  # of attention by hand, which torch's functions are recorded on
         return False
     return not input.is_nested
+
+
+def is_for_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: object) -> bool:
+    """Whether torch's layer and group norms take these dtypes, and its kernel this eps."""
+    if not is_number(eps):
+        return False
+    if weight is None:
+        return bias is None
+    dtype = weight.dtype
+    return (dtype is input.dtype or (dtype is torch.float32 and input.dtype.itemsize == 2)) and (
+        bias is None or bias.dtype is dtype
+    )
 
 
 def is_local(input: Tensor) -> bool:

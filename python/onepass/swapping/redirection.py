@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 import onepass.functional
 from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
+from onepass._refusals import or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,
+    is_mask,
     linear_gains,
     linear_where_it_gains,
 )
@@ -72,10 +74,12 @@ def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
         all(map(is_local, (query, key, value)))
         and not is_a(attn_mask, "torch.nn.attention.bias", "CausalBias")  # a rule, not a mask
         and is_for_attention(query)
+        and min(query.dim(), value.dim()) > 1
         and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
+        and is_mask(attn_mask, query)
     )
-    attend = attend_visibly if taken else F.scaled_dot_product_attention
-    return attend(query, key, value, attn_mask, *args, **named)
+    given, torchs = (query, key, value, attn_mask, *args), F.scaled_dot_product_attention
+    return or_torchs(attend_visibly, torchs, *given, **named) if taken else torchs(*given, **named)
 
 
 def _multiply(input, weight, bias=None) -> Tensor:
@@ -87,7 +91,7 @@ def _multiply(input, weight, bias=None) -> Tensor:
     ours = onepass.functional.linear
     if not torch.compiler.is_compiling() and has_torch_function(arguments):
         return handle_torch_function(ours, arguments, *arguments)
-    return ours(*arguments)
+    return or_torchs(ours, F.linear, *arguments)
 
 
 def _cross_entropy(
@@ -111,17 +115,7 @@ def _cross_entropy(
     ours = onepass.functional.cross_entropy
     if not torch.compiler.is_compiling() and has_torch_function(arguments):
         return handle_torch_function(ours, arguments, *arguments, **named)
-    return with_torchs_error(ours, *arguments, **named)
-
-
-def with_torchs_error(function, *args, **named) -> Tensor:
-    """function(*args, **named), with torch's type of the error for a class that does not exist."""
-    try:
-        return function(*args, **named)
-    except RuntimeError as error:
-        if "target must lie between" not in str(error):
-            raise
-        raise IndexError(str(error)) from None
+    return or_torchs(ours, F.cross_entropy, *arguments, **named)
 
 
 def with_redirected_loss(function, *args, **named):

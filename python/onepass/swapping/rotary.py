@@ -230,6 +230,8 @@ def rotating(function: Callable, spec: RotarySpec) -> Callable:
         ):
             return function(*args, **named)
         query = inputs[0]
+        if type(unsqueeze_dim) not in (int, types.NoneType):  # 1.0 and True are equal to 1
+            return function(*args, **named)
         seq_first = layouts.get((query.dim(), cos.dim(), unsqueeze_dim))
         output_dtype = dtypes.get((query.dtype, cos.dtype))
         if (

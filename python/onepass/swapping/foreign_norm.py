@@ -1,0 +1,77 @@
+"""Norms of other libraries that the probe accepted, computed by the operator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from onepass._memory_order import rows_in_memory_order
+from onepass._ops import small_calls
+from onepass._ops.norm import NormKind, norm
+from onepass._refusals import is_number
+from onepass.swapping.inputs import is_autocast
+
+
+def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
+    """What computes a swapped norm of `input`; None for a combination that was not proven, or
+    where the original is faster.
+
+    RMS norms keep the memory order, as torch's elementwise functions do.
+    """
+    spec = module._onepass_spec
+    weight, eps = getattr(module, spec.weight), getattr(module, spec.eps)
+    bias = None if spec.bias is None else getattr(module, spec.bias)
+    if not (isinstance(weight, Tensor) and weight.dim() == 1 and is_number(eps)):
+        return None
+    if bias is not None and bias.dtype is not weight.dtype:
+        return None
+    out_dtype = module._onepass_out_dtypes.get((input.dtype, weight.dtype))
+    if out_dtype is None or _is_small(module, input):
+        return None
+    if is_autocast(input.device.type):
+        out_dtype = _dtype_under_autocast(module, input, weight)
+
+    def run(_, input: Tensor) -> Tensor:
+        return norm(
+            input,
+            None,
+            weight,
+            bias,
+            (weight.shape[0],),
+            kind=spec.kind,
+            eps=eps,
+            weight_offset=spec.weight_offset,
+            out_dtype=out_dtype,
+        )[0]
+
+    if spec.kind == NormKind.RMS and not input.is_contiguous():
+        return lambda _, input: rows_in_memory_order(functools.partial(run, None), input, 1)
+    return run
+
+
+def _is_small(module: nn.Module, input: Tensor) -> bool:
+    """Whether the original is faster: subclasses of torch's layer norm call it."""
+    is_torchs = issubclass(module._onepass_original, nn.LayerNorm)
+    return is_torchs and small_calls.norm_is_small(input)
+
+
+def _dtype_under_autocast(module: nn.Module, input: Tensor, weight: Tensor) -> torch.dtype:
+    """The original's output dtype under a device's autocast, found by running it.
+
+    It runs on a row of ones. Compiled graphs drop that call, since only its dtype is used, and
+    have no cache, since filling it would be a side effect.
+    """
+    known, device = module._onepass_autocast_dtypes, input.device.type
+    key = (device, torch.get_autocast_dtype(device), input.dtype, weight.dtype)
+    compiling = torch.compiler.is_compiling()
+    if compiling or key not in known:
+        with torch.no_grad():
+            row = input.new_ones((1, weight.shape[0]))
+            dtype = module._onepass_original.forward(module, row).dtype
+        if compiling:
+            return dtype
+        known[key] = dtype
+    return known[key]
