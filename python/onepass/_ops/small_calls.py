@@ -54,7 +54,11 @@ LEAST_BY_HAND = {
     torch.bfloat16: (1 << 27, 1 << 25),
     torch.float16: (1 << 27, 1 << 25),
 }
-LEAST_MASKED_BY_HAND = dict.fromkeys(_FLOATS, (1 << 24, 1 << 24))
+LEAST_MASKED_BY_HAND = {
+    torch.float32: (1 << 24, 1 << 24),
+    torch.bfloat16: (1 << 25, 1 << 25),
+    torch.float16: (1 << 25, 1 << 25),
+}
 # Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
 # slow).
 LEAST_LINEAR = {
