@@ -99,8 +99,8 @@ class _Pair:
             return self._judged(calls)[0] or found
 
     def _judged(self, before: Calls | None = None) -> tuple[Verification | None, Calls]:
-        """The verdict in the model's own mode, or in eval mode if that cannot be repeated; None if
-        only kernels ran that ran `before`."""
+        """The verdict in the model's own mode, or in eval mode if stock cannot have swapped's
+        masks; None if only kernels ran that ran `before`."""
         if self.flags is not None:
             self.masks = Masks()
             try:
@@ -113,6 +113,7 @@ class _Pair:
         return self._judged_as_set(before)
 
     def _judged_as_set(self, before: Calls | None) -> tuple[Verification | None, Calls]:
+        self.expected = {}
         swapped, calls = self._recorded()
         if before is not None:
             calls = before.and_larger(calls)
@@ -120,6 +121,7 @@ class _Pair:
                 return None, calls
         stock, exact, not_run = self._of_stock()
         self._check_pairing(swapped, stock)
+        self.expected = stock.tensors
         self._fill(swapped)
         truth, unseen = stock if exact is None else exact, stock.unseen
         judged = "rounding" if exact is None else "float64"
@@ -157,7 +159,6 @@ class _Pair:
         if self.known is not None and self.known[0] == drops:
             return self.known[1:]
         stock = self._stock()
-        self.expected = stock.tensors
         with _stock(self.model, self.modules):
             self.double = _in_double(self.model, self.modules)
         exact = self._exact()
@@ -231,7 +232,8 @@ class _Pair:
 
     def _drawn(self, draw: int, stock: Run) -> tuple[Run, Run, dict[str, Tensor]]:
         """(stock with moved parameters, the reference of its error, those parameters)."""
-        # Of bfloat16 they would be a bound of their own, where nothing is compared with float64.
+        # A float64 copy has the same parameters. Without one, the effect of moving them is the
+        # bound, which moves of autocast's dtype would make too wide.
         moved = _moved(self.model, draw, as_cast=self.double is not None)
         base = self._stock(moved)
         if self.double is None:
