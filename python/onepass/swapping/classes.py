@@ -25,7 +25,7 @@ from onepass.functional._internal import (
     cross_entropy_gains,
     linear_where_it_gains,
 )
-from onepass.swapping import foreign_norm, rotary
+from onepass.swapping import foreign, rotary
 from onepass.swapping.inputs import is_for_attention, is_for_loss, is_for_norm, is_plain
 from onepass.swapping.probe import is_as_proven
 from onepass.swapping.quantization import Qconfig
@@ -169,7 +169,7 @@ class ForeignNormForward(ProvenForward):
     _onepass_autocast_dtypes: dict[tuple, torch.dtype]
 
     def _onepass_compute(self, input):
-        original, ours = self._onepass_original.forward, foreign_norm.computing(self, input)
+        original, ours = self._onepass_original.forward, foreign.computing(self, input)
         if ours is None:
             return _elsewhere(self, original, input)
         return or_torchs(ours, original, self, input)

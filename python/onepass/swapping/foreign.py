@@ -19,7 +19,8 @@ def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor],
     """What computes a swapped norm of `input`; None for a combination that was not proven, or
     where the original is faster.
 
-    RMS norms keep the memory order, as torch's elementwise functions do.
+    Norms that are composed of torch's elementwise functions keep the memory order; layer norms call
+    a function of torch's, which does not.
     """
     spec = module._onepass_spec
     weight, eps = getattr(module, spec.weight), getattr(module, spec.eps)
@@ -47,7 +48,7 @@ def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor],
             out_dtype=out_dtype,
         )[0]
 
-    if spec.kind == NormKind.RMS and not input.is_contiguous():
+    if spec.kind != NormKind.LAYER and not input.is_contiguous():
         return lambda _, input: rows_in_memory_order(functools.partial(run, None), input, 1)
     return run
 
