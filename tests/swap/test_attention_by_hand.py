@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from random import Random as Rng
@@ -92,6 +93,52 @@ def test_autocast(cls):
     stock, ours = swapped(cls)
     assert_same(stock, ours, [tokens() for _ in range(4)], dtype=torch.bfloat16)
     assert fate(ours).taken == 4
+
+
+class Modes(cases.Base):
+    """Some of its calls run without gradients, or without autocast."""
+
+    without: tuple[str, ...] = ()
+    how = contextlib.nullcontext
+
+    def within(self, call: str):
+        return type(self).how() if call in self.without else contextlib.nullcontext()
+
+    def attend(self, q, k, v):
+        with self.within("product"):
+            scores = q @ k.mT
+        with self.within("softmax"):
+            self.weights = scores.softmax(-1)
+        with self.within("values"):
+            return self.weights @ v
+
+
+MODES = [("product",), ("softmax",), ("product", "softmax"), ("product", "softmax", "values")]
+
+
+@pytest.mark.parametrize("without", MODES)
+def test_without_gradients_in_parts(without, monkeypatch):
+    """Query and key get a gradient only through what is computed with gradients."""
+    monkeypatch.setattr(Modes, "without", without)
+    monkeypatch.setattr(Modes, "how", torch.no_grad)
+    stock, ours = swapped(Modes)
+    assert_same(stock, ours, [tokens() for _ in range(3)])
+    assert bool(fate(ours).taken) == (len(without) == 3)
+
+
+@pytest.mark.parametrize("without", MODES)
+def test_without_autocast_in_parts(without, monkeypatch):
+    monkeypatch.setattr(Modes, "without", without)
+    monkeypatch.setattr(Modes, "how", lambda: torch.autocast("cpu", enabled=False))
+    monkeypatch.setattr(
+        Modes, "split", lambda self, x: [t.float() for t in cases.Base.split(self, x)]
+    )
+    stock, ours = swapped(Modes)
+    for module in (stock, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            module(tokens())
+    assert fate(ours).taken
+    assert ours.weights.dtype is stock.weights.dtype is ours.weights.add(0).dtype
 
 
 @pytest.mark.parametrize("cls", [c for c in cases.TAKEN if c not in (cases.Alibi,)])

@@ -29,8 +29,8 @@ def _next(
         scores.is_shared = True
         return made
     # The old state moves to an object of its own, which the new one follows.
-    made.form, made.before = scores.form, scores.before
-    scores.form, scores.before = form, made
+    made.form, made.before, made.modes, modes = scores.form, scores.before, scores.modes, made.modes
+    scores.form, scores.before, scores.modes = form, made, modes
     return scores
 
 
@@ -54,11 +54,7 @@ def _fits(tensor: object, scores: Scores) -> bool:
 
 
 def _is_open(scores: object) -> bool:
-    """Whether scores may be followed: not in the forward of an autograd.Function, whose backward
-    would be lost."""
-    if not isinstance(scores, Scores) or scores.numbers is not None:
-        return False
-    return scores.recorder.has_gradients is torch.is_grad_enabled()
+    return isinstance(scores, Scores) and scores.is_open()
 
 
 def _writes(function: Callable) -> bool:

@@ -130,6 +130,7 @@ class Scores(Tensor):
     before: Scores | None  # what the last step was applied to
     is_shared: bool  # a view, or followed by other scores: a write would have to reach both
     numbers: Tensor | None
+    modes: tuple[bool, bool, torch.dtype]  # in which the last step was recorded
 
     @staticmethod
     def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Scores:
@@ -143,7 +144,7 @@ class Scores(Tensor):
         else:
             made = Scores(size, dtype, query.device)
         made.form, made.recorder, made.before = form, recorder, before
-        made.is_shared, made.numbers = False, None
+        made.is_shared, made.numbers, made.modes = False, None, _modes()
         return made
 
     @classmethod
@@ -166,19 +167,40 @@ class Scores(Tensor):
         args, kwargs = pytree.tree_map_only(Scores, _read_by(function), (args, kwargs or {}))
         return function(*args, **kwargs)
 
+    def is_open(self) -> bool:
+        """Whether they may be followed: they have not been read, and gradients are on as they were
+        (in the forward of an autograd.Function, whose backward would be lost, they are off)."""
+        return self.numbers is None and self.modes[0] is torch.is_grad_enabled()
+
     def compute(self) -> Tensor:
         """Their real numbers: the recorded calls, as they were written."""
         if self.numbers is not None:
             return self.numbers
         if self.before is None:
             self.form.check_unchanged()
-            with self.recorder.as_recorded():
+            with _within(*self.modes):
                 self.numbers = self.form.multiply(self.form.query, self.form.key)
         else:
             before = self.before.compute()
-            with self.recorder.as_recorded():
+            with _within(*self.modes):
                 self.numbers = self.form.steps[-1](before)
         return self.numbers
+
+
+def _modes() -> tuple[bool, bool, torch.dtype]:
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return torch.is_grad_enabled(), enabled, dtype
+
+
+@contextmanager
+def _within(has_gradients: bool, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """The modes in which a call was recorded, without torch functions' overrides."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.set_grad_enabled(has_gradients),
+        torch.autocast("cpu", dtype=dtype, enabled=enabled),
+    ):
+        yield
 
 
 def _read_by(function: Callable) -> Callable[[Scores], Tensor]:
@@ -201,8 +223,6 @@ class Recorder:
         self.attend = attend
         self.made = self.taken = 0
         self.reader = ""  # the first function that needed real numbers, before attention was called
-        self.has_gradients = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
         """Scores for a product of two activations, attention's result for one of probabilities and
@@ -213,7 +233,7 @@ class Recorder:
             return None
         left, right = factors.left, factors.right
         if isinstance(left, Scores):
-            if left.numbers is not None or not left.form.is_softmax or not _is_activation(right):
+            if not (left.is_open() and left.form.is_softmax and _is_activation(right)):
                 return None
             left.form.check_unchanged()
             output = self.attend(left, factors.value())
@@ -234,17 +254,6 @@ class Recorder:
     def was_read(self, scores: Scores, function: str) -> None:
         if not self.taken and not self.reader and (scores.form.steps or scores.form.is_softmax):
             self.reader = function
-
-    @contextmanager
-    def as_recorded(self) -> Iterator[None]:
-        """The modes in which the forward ran, without torch functions' overrides."""
-        enabled, dtype = self._autocast
-        with (
-            torch._C.DisableTorchFunction(),
-            torch.set_grad_enabled(self.has_gradients),
-            torch.autocast("cpu", dtype=dtype, enabled=enabled),
-        ):
-            yield
 
 
 def _is_activation(tensor: object) -> bool:
