@@ -116,6 +116,61 @@ class Modes(cases.Base):
 MODES = [("product",), ("softmax",), ("product", "softmax"), ("product", "softmax", "values")]
 
 
+OTHER_ARGUMENTS = {
+    "softmax": lambda q, k, v: torch.softmax(input=q @ k.mT, dim=-1) @ v,
+    "dtype by position": lambda q, k, v: torch.softmax(q @ k.mT, -1, torch.float32).to(v.dtype) @ v,
+    "method's dtype": lambda q, k, v: (q @ k.mT).softmax(-1, torch.float32).type_as(v) @ v,
+    "multiply": lambda q, k, v: torch.mul(input=q @ k.mT, other=0.3).softmax(-1) @ v,
+    "where": lambda q, k, v: (
+        torch.where(condition=k[..., :1].mT > -1, input=q @ k.mT, other=-1e9).softmax(-1) @ v
+    ),
+    "fill": lambda q, k, v: (
+        (q @ k.mT).masked_fill(value=-1e9, mask=k[..., :1].mT < -1).softmax(-1) @ v
+    ),
+    "values": lambda q, k, v: torch.matmul(input=(q @ k.mT).softmax(-1), other=v),
+    "train": lambda q, k, v: torch.dropout((q @ k.mT).softmax(-1), 0.0, train=True) @ v,
+    "out": lambda q, k, v: torch.add(
+        q.detach() @ k.detach().mT, v.detach()[..., :1], out=q.new_empty(*q.shape[:3], k.shape[2])
+    ).softmax(-1) @ v,
+    "softmax's out": lambda q, k, v: torch.softmax(
+        q.detach() @ k.detach().mT, -1, out=q.new_empty(*q.shape[:3], k.shape[2])
+    ) @ v,
+}  # fmt: skip
+
+
+class Other(cases.Base):
+    """Calls torch's functions with arguments by other names and places."""
+
+    call = ""
+
+    def attend(self, q, k, v):
+        if not self.call:
+            return torch.softmax(q @ k.mT, -1) @ v
+        return OTHER_ARGUMENTS[self.call](q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", OTHER_ARGUMENTS)
+def test_other_arguments(call, dtype, monkeypatch):
+    monkeypatch.setattr(Other, "call", call)
+    stock, ours = swapped(Other)
+    stock, ours = stock.to(dtype), ours.to(dtype)
+    assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
+
+
+def test_softmax_in_another_dtype():
+    found = []
+
+    class Kept(cases.Base):
+        def attend(self, q, k, v):
+            found.append(torch.softmax(q @ k.mT, -1, torch.float32))
+            return found[-1].to(v.dtype) @ v
+
+    _, ours = swapped(Kept)
+    ours.bfloat16()(tokens(dtype=torch.bfloat16))
+    assert found[0].dtype is found[0].add(0).dtype is torch.float32 and fate(ours).taken
+
+
 @pytest.mark.parametrize("without", MODES)
 def test_without_gradients_in_parts(without, monkeypatch):
     """Query and key get a gradient only through what is computed with gradients."""

@@ -89,17 +89,17 @@ def _reflected(take: Callable) -> Callable:
     """The same for functions of two arguments that commute, with the scores in either place."""
     direct = _recorded(take)
 
-    def record(function, left, right, **kwargs):
-        if isinstance(left, Scores):
-            return None if isinstance(right, Scores) else direct(function, left, right, **kwargs)
-        if kwargs or not _is_open(right) or _writes(function):
+    def record(function, input, other, **kwargs):
+        if isinstance(input, Scores):
+            return None if isinstance(other, Scores) else direct(function, input, other, **kwargs)
+        if kwargs or not _is_open(other) or _writes(function):
             return None
 
         def swapped(x, y):
             return function(y, x)
 
         swapped.__name__ = function.__name__
-        return direct(swapped, right, left)
+        return direct(swapped, other, input)
 
     return record
 
@@ -150,14 +150,14 @@ def _fill(form: Form, scores: Scores, mask, value) -> Form | None:
     return replace(form, blocked=(*form.blocked, Term.of(mask, form.lead)), least=least)
 
 
-def _where(function, condition, kept, other, **kwargs):
+def _where(function, condition, input, other, **kwargs):
     """`torch.where` with the scores kept where the condition is True, or where it is False."""
     if kwargs or not isinstance(condition, Tensor) or condition.dtype is not torch.bool:
         return None
-    for scores, value, mask in ((kept, other, ~condition), (other, kept, condition)):
+    for scores, value, mask in ((input, other, ~condition), (other, input, condition)):
         if _is_open(scores) and not isinstance(value, Scores):
             form = _fill(scores.form, scores, mask, value)
-            args = (condition, *((SCORES, other) if scores is kept else (kept, SCORES)))
+            args = (condition, *((SCORES, other) if scores is input else (input, SCORES)))
             return form and _next(scores, form, Step(function, args, {}))
     return None
 
@@ -168,26 +168,26 @@ def _tanh(form: Form, scores: Scores) -> Form | None:
     return replace(form, is_tanh=True)
 
 
-def _softmax(function, scores, dim=None, _stacklevel=3, dtype=None):
-    if not _is_open(scores) or scores.form.is_softmax or scores.form.is_tanh:
+def _softmax(function, input, dim=None, dtype=None, _stacklevel=3):
+    if not _is_open(input) or input.form.is_softmax or input.form.is_tanh:
         return None
-    if dim is None or dim % scores.dim() != scores.dim() - 1 or dtype is torch.float64:
+    if dim is None or dim % input.dim() != input.dim() - 1 or dtype is torch.float64:
         return None
     given = {} if dtype is None else {"dtype": dtype}
-    dtype = dtype or dtype_after(torch.softmax, scores.dtype)
+    dtype = dtype or dtype_after(torch.softmax, input.dtype)
     step = Step(torch.softmax, (SCORES, -1), given)
-    return _next(scores, replace(scores.form, is_softmax=True), step, dtype=dtype)
+    return _next(input, replace(input.form, is_softmax=True), step, dtype=dtype)
 
 
-def _dropout(function, scores, p=0.5, training=True, inplace=False):
-    if not _is_open(scores) or not scores.form.is_softmax:
+def _dropout(function, input, p=0.5, training=True, inplace=False):
+    if not _is_open(input) or not input.form.is_softmax:
         return None
     if not training or p == 0.0:
-        return scores
-    if inplace or scores.form.dropout_p or not isinstance(p, float) or not 0.0 < p < 1.0:
+        return input
+    if inplace or input.form.dropout_p or not isinstance(p, float) or not 0.0 < p < 1.0:
         return None
-    form = replace(scores.form, dropout_p=p)
-    return _next(scores, form, Step(F.dropout, (SCORES, p, True), {}, "dropout"))
+    form = replace(input.form, dropout_p=p)
+    return _next(input, form, Step(F.dropout, (SCORES, p, True), {}, "dropout"))
 
 
 def _cast(function, scores, *args, **kwargs):
@@ -229,16 +229,28 @@ def _view(function, scores, *args, **kwargs):
 
 
 def _product(function, *args, **kwargs):
-    scores = next(x for x in pytree.tree_leaves(args) if isinstance(x, Scores))
+    scores = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Scores))
     return scores.recorder.product(function, args, kwargs)
 
 
+def _by_torchs_names(handler: Callable) -> Callable:
+    """A handler that leaves calls alone whose arguments it does not know, such as `out`."""
+
+    def record(function, *args, **kwargs):
+        try:
+            return handler(function, *args, **kwargs)
+        except TypeError:
+            return None
+
+    return record
+
+
 def _all(names: str) -> list[Callable]:
-    """Methods of Tensor and functions of torch with these names."""
+    """Methods of Tensor and functions of torch and torch.nn.functional with these names."""
     return [
         function
         for name in names.split()
-        for owner in (torch, Tensor)
+        for owner in (torch, Tensor, F)
         if (function := getattr(owner, name, None)) is not None
     ]
 
@@ -258,8 +270,8 @@ _HANDLERS = (
     ("view reshape unflatten flatten unsqueeze squeeze", _view),
 )
 for _names, _handler in _HANDLERS:
-    Scores.recorded |= dict.fromkeys(_all(_names), _handler)
-Scores.recorded |= {F.softmax: _softmax, F.dropout: _dropout, **dict.fromkeys(PRODUCTS, _product)}
+    Scores.recorded |= dict.fromkeys(_all(_names), _by_torchs_names(_handler))
+Scores.recorded |= dict.fromkeys(PRODUCTS, _product)
 _PROPERTIES = (
     "shape dtype device ndim layout is_cpu is_cuda is_mps is_meta is_sparse is_nested is_quantized "
     "requires_grad is_leaf"
