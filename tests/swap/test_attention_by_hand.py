@@ -292,6 +292,60 @@ def test_checkpoint(cls, use_reentrant):
     assert bool(fate(ours).taken) == (cls in cases.TAKEN)
 
 
+class Masked(cases.Base):
+    """Its mask is an attribute."""
+
+    blocked = None
+    is_read = False
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * 0.3
+        if self.blocked is None:
+            raise ValueError("no mask")
+        scores = scores.masked_fill(self.blocked, -1e9)
+        if self.is_read:
+            scores = scores - scores.amax(-1, keepdim=True)
+        return scores.softmax(-1) @ v
+
+
+def test_a_query_without_keys_in_one_batch():
+    """That call runs as it was written, and others are taken."""
+    stock, ours = swapped(Masked)
+    none, all = (torch.full((cases.TOKENS,), blocked) for blocked in (False, True))
+    for blocked, taken in ((all, 0), (all, 0), (all, 0), (none, 1), (all, 1), (none, 2)):
+        stock.blocked = ours.blocked = blocked
+        x = tokens()
+        torch.testing.assert_close(ours(x), stock(x))
+        assert fate(ours).taken == taken
+        assert bool(fate(ours).reason) == (not taken)
+
+
+@pytest.mark.parametrize("how", ["no keys", "read"])
+def test_checkpoint_before_calls_that_are_not_taken(how):
+    """What is recomputed saves what was saved."""
+    _, ours = swapped(Masked)
+    x = tokens().requires_grad_()
+    mask = ours.blocked = torch.zeros(cases.TOKENS, dtype=torch.bool)
+    y = checkpoint(ours, x, use_reentrant=False)
+    ours.blocked, ours.is_read = (~mask, False) if how == "no keys" else (mask, True)
+    for _ in range(3):
+        ours(x)
+    ours.blocked, ours.is_read = mask, False
+    y.sum().backward()
+    assert fate(ours).taken == 2  # torch stops the recomputation before its end
+
+
+def test_errors_decide_nothing():
+    stock, ours = swapped(Masked)
+    x = tokens()
+    for _ in range(4):
+        with pytest.raises(ValueError, match="no mask"):
+            ours(x)
+    stock.blocked = ours.blocked = torch.zeros(cases.TOKENS, dtype=torch.bool)
+    torch.testing.assert_close(ours(x), stock(x))
+    assert fate(ours).taken == 1
+
+
 def test_branch_that_runs():
     """A class with both branches is taken by the one that runs, and can change it."""
     stock, ours = swapped(cases.TwoBranches)

@@ -42,6 +42,10 @@ _MOST_SCORES = 1 << 22  # in a proof, of which there are then fewer rows
 _DRAWS = 2
 _MOST_IDLE = 2  # runs in which products, but no attention, were found
 
+# Reasons for one call alone.
+_NO_KEY = "a query of its may attend to no key"
+_EMPTY = "it has no queries or keys"
+
 
 def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
     """Whether nothing of this call of a forward is recorded."""
@@ -49,7 +53,7 @@ def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
         return True
     if forward_ad._current_level >= 0 or are_transforms_active():
         return True
-    return bool(fate(module).reason) or small_calls.attention_by_hand_is_small(module, args)
+    return fate(module).is_left or small_calls.attention_by_hand_is_small(module, args)
 
 
 def found(
@@ -72,11 +76,16 @@ def found(
 
 
 class Fate:
-    """What became of a module's attention: taken how often, or left alone for a reason."""
+    """What became of a module's attention: taken how often, or why not yet.
+
+    A module that `is_left` is not recorded any more. One that was taken always is: a checkpoint
+    that recomputes an earlier call must save what that call saved.
+    """
 
     def __init__(self):
         self.taken = self.idle = 0
         self.reason = ""
+        self.is_left = False
 
 
 _FATES: WeakKeyDictionary[nn.Module, Fate] = WeakKeyDictionary()
@@ -110,39 +119,42 @@ class Hand(Recorder):
     def __init__(self, module: nn.Module, attend: Callable):
         super().__init__(self._attend)
         self._module, self._run = module, attend
+        self._reason = ""
 
     def _attend(self, scores: Scores, value: Tensor) -> Tensor | None:
         call = _call_of(scores.form, value)
         if isinstance(call, str):
-            self._leave(call)
+            self._reason = call
             return None
         proven = _PROVEN.setdefault(type(self._module), {})
         key = _signature(scores.form, value)
         if key not in proven:
             proven[key] = _proof(scores.form, value)
         if proven[key]:
-            self._leave(proven[key])
+            self._reason = proven[key]
             return None
         output = call.run(scores.form.dropout_p, self._run)
         return output.reshape(*scores.form.lead, *output.shape[-2:])
 
-    def _leave(self, reason: str) -> None:
-        fate(self._module).reason = reason
-
     def finish(self) -> None:
         """At the end of the forward."""
         found = fate(self._module)
-        if self.reader and not found.reason:
-            found.reason = f"its scores are read by {self.reader}"
         found.taken += self.taken
-        found.idle = found.idle + 1 if self.made and not self.taken else 0
-        if found.idle >= _MOST_IDLE and not found.reason:
+        found.idle += bool(self.made)
+        if found.taken:
+            found.reason = ""
+        elif self._reason:
+            found.reason = self._reason
+        elif self.reader:
+            found.reason = f"its scores are read by {self.reader}"
+        elif found.idle >= _MOST_IDLE:
             found.reason = "none of its products are softmax(q k^T) v"
+        found.is_left = bool(found.reason) and found.reason not in (_NO_KEY, _EMPTY)
 
 
 def hand(module: nn.Module, attend: Callable) -> Hand | None:
     """A recorder for one run; None if the module is left alone."""
-    return None if fate(module).reason else Hand(module, attend)
+    return None if fate(module).is_left else Hand(module, attend)
 
 
 class _Call(NamedTuple):
@@ -183,7 +195,7 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
     if max(query.shape[-1], value.shape[-1]) > MOST_HEAD_DIM:
         return f"its head_dim is above {MOST_HEAD_DIM}"
     if not query.shape[-2] or not key.shape[-2] or key.shape[-2] != value.shape[-2]:
-        return "it has no queries or keys"
+        return _EMPTY
     dtype = torch.promote_types(query.dtype, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     bias = None
@@ -198,7 +210,7 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
         else:
             blocked = term if blocked is None else blocked | term
     if blocked is not None and _may_block_all(blocked, is_causal, query.shape[2]):
-        return "a query of its may attend to no key"
+        return _NO_KEY
     if bias is not None and blocked is not None and form.options:
         return f"it has a {form.options[0][0]} and two kinds of masks"
     if bias is not None and bias.dtype is not dtype:

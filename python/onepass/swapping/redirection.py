@@ -40,9 +40,9 @@ class _Redirection(TorchFunctionMode):
         self._loss = "loss" in kinds
         self._hand = by_hand.hand(module, attend_visibly) if "attention_by_hand" in kinds else None
 
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        if self._hand is not None:
+    def __exit__(self, error, *more):
+        super().__exit__(error, *more)
+        if self._hand is not None and error is None:
             self._hand.finish()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
