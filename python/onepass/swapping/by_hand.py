@@ -185,7 +185,7 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
     """The call that computes a form, or why there is none."""
     if form.is_tanh:
         return "its tanh is followed by no factor"
-    leads = [term.lead for term in (*form.terms, *form.blocked)]
+    leads = [term.lead for term in (*form.factors, *form.terms, *form.blocked)]
     own = torch.broadcast_shapes(form.query.shape[:-2], form.key.shape[:-2])
     lead = max((tuple(own), form.lead, *leads), key=len)
     query, key = (_led(t, own, lead) for t in (form.query, form.key))
@@ -197,6 +197,8 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
     if not query.shape[-2] or not key.shape[-2] or key.shape[-2] != value.shape[-2]:
         return _EMPTY
     dtype = torch.promote_types(query.dtype, value.dtype)
+    for factor in form.factors:
+        query = query * _aligned(factor, lead)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     bias = None
     for term in form.terms:
@@ -361,6 +363,7 @@ def _of_rows(form: Form, rows: Tensor) -> Form:
     return replace(
         form,
         query=chosen(form.query),
+        factors=of_terms(form.factors),
         terms=of_terms(form.terms),
         blocked=of_terms(form.blocked),
         steps=tuple(step._replace(args=tree_map(chosen, step.args)) for step in form.steps),

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SUMS = {torch.baddbmm, Tensor.baddbmm}
 PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
+PRODUCTS |= SUMS
 
 
 class Factors(NamedTuple):

@@ -34,13 +34,15 @@ def _next(
     return scores
 
 
-def _number(value: object) -> float | None:
+def _number(value: object, scores: Scores) -> float | None:
     """The value of a number, or of a tensor that is one and needs no gradient."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if type(value) is Tensor and value.numel() == 1 and value.is_cpu:
-        return None if value.requires_grad else float(value)
-    return None
+    if type(value) is not Tensor or value.numel() != 1 or not value.is_cpu:
+        return None
+    if value.requires_grad or value.is_complex() or value.dim() > scores.dim():
+        return None
+    return float(value)
 
 
 def _fits(tensor: object, scores: Scores) -> bool:
@@ -77,7 +79,7 @@ def _recorded(take: Callable) -> Callable:
             return None
         dtype = scores.dtype
         tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
-        if take in (_add, _subtract) and tensors and not is_written:
+        if tensors and not is_written:
             dtype = torch.promote_types(dtype, tensors[0].dtype)
         step = Step(function, (SCORES, *args), kwargs)
         return _next(scores, form, step, dtype=dtype, is_written=is_written)
@@ -105,43 +107,60 @@ def _reflected(take: Callable) -> Callable:
 
 
 def _multiply(form: Form, scores: Scores, other) -> Form | None:
-    number = _number(other)
-    if number is None or form.is_softmax or not math.isfinite(number):
+    number = _number(other, scores)
+    if form.is_softmax:
+        return None
+    if number is None:
+        return _temper(form, scores, other)
+    if not math.isfinite(number) or number == 0:
         return None
     if form.is_tanh:
-        if not number > 0:
+        if number < 0:
             return None
         options = (*form.options, ("softcap", number))
         return replace(form, is_tanh=False, options=options, scale=number * form.scale)
-    if form.options or form.terms or (form.blocked and form.least > -math.inf) or number == 0:
+    least = form.least * number if form.blocked else form.least
+    if form.options or (form.blocked and not least <= LEAST_BLOCKING):
         return None
-    if form.blocked and number < 0:
+    terms = tuple(Term.of(term.tensor * number, term.lead) for term in form.terms)
+    return replace(form, scale=form.scale * number, terms=terms, least=least)
+
+
+def _temper(form: Form, scores: Scores, other) -> Form | None:
+    """A factor of each query."""
+    if form.is_tanh or form.options or form.terms or form.blocked or not _fits(other, scores):
         return None
-    return replace(form, scale=form.scale * number)
+    if not other.is_floating_point() or (other.dim() and other.shape[-1] != 1):
+        return None
+    return replace(form, factors=(*form.factors, Term.of(other, form.lead)))
 
 
 def _divide(form: Form, scores: Scores, other, *, rounding_mode=None) -> Form | None:
-    number = _number(other)
-    if not number or rounding_mode is not None:
+    number = _number(other, scores)
+    if number == 0 or rounding_mode is not None:
         return None
-    return _multiply(form, scores, 1.0 / number)
+    return _multiply(form, scores, 1.0 / (other if number is None else number))
 
 
 def _add(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
-    if form.is_softmax or form.is_tanh or alpha != 1 or not _fits(other, scores):
+    if form.is_softmax or form.is_tanh or alpha != 1:
         return None
-    if not other.is_floating_point() or other.dtype is torch.float64:
+    number = None if isinstance(other, Tensor) else _number(other, scores)
+    if number == 0:
+        return form
+    if number is not None and math.isfinite(number):
+        other = torch.tensor(number, dtype=scores.dtype, device="cpu")
+    if not _fits(other, scores) or not other.is_floating_point() or other.dtype is torch.float64:
         return None
     return replace(form, terms=(*form.terms, Term.of(other, form.lead)))
 
 
 def _subtract(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
-    added = _add(form, scores, other, alpha=alpha)
-    return added and replace(added, terms=(*form.terms, Term.of(-other, form.lead)))
+    return _add(form, scores, -other, alpha=alpha)
 
 
 def _fill(form: Form, scores: Scores, mask, value) -> Form | None:
-    number = _number(value)
+    number = _number(value, scores)
     if form.is_softmax or form.is_tanh or number is None or not number <= LEAST_BLOCKING:
         return None
     if not _fits(mask, scores) or mask.dtype is not torch.bool:
@@ -192,20 +211,20 @@ def _dropout(function, input, p=0.5, training=True, inplace=False):
 
 def _cast(function, scores, *args, **kwargs):
     """To another floating dtype; calls with other arguments (a device, an order) are not taken."""
-    if not _is_open(scores) or kwargs:
+    if not _is_open(scores) or kwargs.keys() - {"dtype"}:
         return None
     args = pytree.tree_map_only(
         Scores, lambda like: torch.empty((), dtype=like.dtype, device="cpu"), args
     )
     with torch._C.DisableTorchFunction():
-        sample = function(torch.ones((), dtype=scores.dtype, device="cpu"), *args)
+        sample = function(torch.ones((), dtype=scores.dtype, device="cpu"), *args, **kwargs)
     if not isinstance(sample, Tensor) or not sample.is_cpu or not sample.is_floating_point():
         return None
     if sample.dtype is torch.float64:
         return None
     if sample.dtype is scores.dtype:
         return scores
-    step = Step(function, (SCORES, *args), {}, "cast")
+    step = Step(function, (SCORES, *args), kwargs, "cast")
     return _next(scores, scores.form, step, dtype=sample.dtype)
 
 
@@ -226,6 +245,16 @@ def _view(function, scores, *args, **kwargs):
     viewed = _next(scores, form, step, size=size)
     viewed.is_shared = True
     return viewed
+
+
+def _of_their_size(function, *args, **kwargs):
+    """Functions that read the size and dtype alone of scores."""
+    args, kwargs = pytree.tree_map_only(
+        Scores,
+        lambda like: torch.empty((), dtype=like.dtype, device="cpu").expand(like.shape),
+        (args, kwargs),
+    )
+    return function(*args, **kwargs)
 
 
 def _product(function, *args, **kwargs):
@@ -267,6 +296,8 @@ _HANDLERS = (
     ("dropout", _dropout),
     ("to type type_as float half bfloat16", _cast),
     ("contiguous", _same),
+    ("expand_as zeros_like ones_like full_like empty_like", _of_their_size),
+    ("new_zeros new_ones new_full new_empty new_tensor", _of_their_size),
     ("view reshape unflatten flatten unsqueeze squeeze", _view),
 )
 for _names, _handler in _HANDLERS:

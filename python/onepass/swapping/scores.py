@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onepass.swapping.factors import factors_of
+from onepass.swapping.factors import SUMS, factors_of
 
 SCORES = object()  # the place of the scores among recorded arguments
 
@@ -61,6 +61,7 @@ class Form:
         query: (*lead, seq_q, head_dim).
         key: the same with seq_k rows.
         multiply: the product as it was written, of query and key.
+        factors: of each query, a learned temperature for example.
         terms: added to the scores.
         blocked: True where a query may not attend to a key.
         least: the largest number that blocked scores are set to.
@@ -74,6 +75,7 @@ class Form:
     scale: float = 1.0
     is_tanh: bool = False  # until a factor follows
     options: tuple[tuple[str, float], ...] = ()  # by their names in attention
+    factors: tuple[Term, ...] = ()
     terms: tuple[Term, ...] = ()
     blocked: tuple[Term, ...] = ()
     least: float = -math.inf
@@ -88,7 +90,7 @@ class Form:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if a tensor was written after it was recorded."""
-        terms = (*self.terms, *self.blocked)
+        terms = (*self.factors, *self.terms, *self.blocked)
         versions = *self.versions, *(term.version for term in terms)
         tensors = self.query, self.key, *(term.tensor for term in terms)
         if tuple(map(_version, tensors)) != versions:
@@ -227,6 +229,8 @@ class Recorder:
     def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
         """Scores for a product of two activations, attention's result for one of probabilities and
         values; None for other products."""
+        if function in SUMS:
+            return self._sum(*args, **kwargs)
         takes_values = any(isinstance(x, Scores) for x in pytree.tree_leaves(args))
         factors = factors_of(function, args, kwargs, takes_values)
         if factors is None:
@@ -250,6 +254,16 @@ class Recorder:
         form = Form.of(query, key, factors.multiply)
         size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
         return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
+
+    def _sum(self, input, batch1, batch2, *, beta=1, alpha=1, out=None) -> Tensor | None:
+        """`torch.baddbmm`'s, as a product, a factor and a term."""
+        if out is not None or any(isinstance(x, Scores) for x in (input, batch1, batch2)):
+            return None
+        scores = self.product(torch.bmm, (batch1, batch2), {})
+        if scores is None:
+            return None
+        scores = scores * alpha
+        return scores + input * beta if beta else scores
 
     def was_read(self, scores: Scores, function: str) -> None:
         if not self.taken and not self.reader and (scores.form.steps or scores.form.is_softmax):
