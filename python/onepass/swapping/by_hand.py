@@ -49,7 +49,7 @@ _EMPTY = "it has no queries or keys"
 
 def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
     """Whether nothing of this call of a forward is recorded."""
-    if torch.compiler.is_compiling() or tracing.is_tracing():
+    if torch.compiler.is_compiling() or tracing.is_tracing() or tracing.is_making_graph():
         return True
     if forward_ad._current_level >= 0 or are_transforms_active():
         return True
