@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -237,6 +238,67 @@ def test_probabilities_that_are_kept():
     )
     ours(x)
     assert (fate(ours).taken, fate(ours).reason) == (2, "")
+
+
+def test_gradients_of_probabilities_are_refused():
+    """What was given to one call of attention gets no gradient of its own; what was not, does."""
+    _, ours = swapped(cases.Annotated)
+    ours(tokens())
+    for use in (ours.attn.retain_grad, lambda: ours.attn.register_hook(print)):
+        with pytest.raises(RuntimeError, match="probabilities of attention by hand must"):
+            use()
+    assert ours.attn.sum().requires_grad
+    (other,) = torch.autograd.grad(ours.attn.square().sum(), ours.qkv.bias)
+    assert other.abs().sum() > 0
+    stock, ours = swapped(cases.NanoGPT)
+    seen = []
+    for module in (stock, ours):
+        module.drop.register_forward_hook(lambda m, args, y: y.register_hook(seen.append) and None)
+    assert_same(stock, ours, [tokens() for _ in range(4)])
+    assert len(seen) == 3 * 4 and fate(ours).reason == "its scores are read by register_hook"
+
+
+def test_a_function_around_all_outputs():
+    """As DDP has it: outputs that are not used get no gradient in it."""
+
+    class Sink(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *outputs):
+            ctx.set_materialize_grads(False)
+            return tuple(output.clone() for output in outputs)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return gradients
+
+    _, ours = swapped(cases.Annotated)
+    y, attn = Sink.apply(ours(tokens()), ours.attn)
+    y.sum().backward()
+    assert ours.qkv.weight.grad.abs().sum() > 0
+    y, attn = Sink.apply(ours(tokens()), ours.attn)
+    with pytest.raises(RuntimeError, match="scores of attention by hand must be used by torch's"):
+        attn.square().sum().backward()
+
+
+def test_a_mask_that_is_written_before_a_read_raises():
+    class Kept(cases.Base):
+        def attend(self, q, k, v):
+            self.mask = self.causal[..., : q.shape[2], : q.shape[2]].clone()
+            self.attn = torch.where(self.mask, q @ k.mT, -1e9).softmax(-1)
+            return self.attn @ v
+
+    _, ours = swapped(Kept)
+    ours(tokens())
+    ours.mask.fill_(True)
+    with pytest.raises(RuntimeError, match="must not be written before its scores are read"):
+        ours.attn.sum()
+
+
+def test_make_fx():
+    stock, ours = swapped(cases.NanoGPT)
+    x = tokens()
+    ours(x)
+    torch.testing.assert_close(make_fx(ours)(x)(x), stock(x))
 
 
 def test_reads_without_gradients():

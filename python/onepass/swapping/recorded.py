@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from onepass._hooks import is_on_each_output
 from onepass.swapping.factors import PRODUCTS
 from onepass.swapping.scores import SCORES, Form, Scores, Step, Term, dtype_after
 
@@ -22,7 +23,7 @@ def _next(
     scores: Scores, form: Form, step: Step, *, dtype=None, size=None, is_written: bool = False
 ) -> Scores:
     """Scores after a step; with `is_written` the same object."""
-    form = replace(form, steps=(*scores.form.steps, step))
+    form = replace(form, steps=(*scores.form.steps, step.recorded()))
     size, dtype = scores.shape if size is None else size, dtype or scores.dtype
     made = Scores.of(form, size, dtype, scores.recorder, scores)
     if not is_written:
@@ -257,6 +258,19 @@ def _of_their_size(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
+def _gradient(function, scores, *args):
+    """Looks at the gradient of scores."""
+    if not scores.is_taken:
+        return None
+    if args and is_on_each_output(args[0]):
+        return function(scores, *args)  # attention's output has it too
+    raise RuntimeError(
+        "swap: probabilities of attention by hand must not be asked for the gradient that they get "
+        f"from values, got {function.__name__}; onepass.swap(model, exclude=...) leaves the module "
+        "as it is"
+    )
+
+
 def _product(function, *args, **kwargs):
     scores = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Scores))
     return scores.recorder.product(function, args, kwargs)
@@ -296,6 +310,7 @@ _HANDLERS = (
     ("dropout", _dropout),
     ("to type type_as float half bfloat16", _cast),
     ("contiguous", _same),
+    ("retain_grad register_hook", _gradient),
     ("expand_as zeros_like ones_like full_like empty_like", _of_their_size),
     ("new_zeros new_ones new_full new_empty new_tensor", _of_their_size),
     ("view reshape unflatten flatten unsqueeze squeeze", _view),

@@ -33,6 +33,16 @@ class Step(NamedTuple):
     kwargs: dict
     kind: str = ""
     lead: tuple[int, ...] = ()  # the leading sizes after a view
+    versions: tuple[int, ...] = ()  # of the tensors among args
+
+    def recorded(self) -> Step:
+        return self._replace(versions=self._versions())
+
+    def check_unchanged(self) -> None:
+        _check(self.versions, self._versions())
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(_version(x) for x in self.args if isinstance(x, Tensor))
 
     def __call__(self, scores: Tensor) -> Tensor:
         args, kwargs = pytree.tree_map(
@@ -93,12 +103,15 @@ class Form:
         terms = (*self.factors, *self.terms, *self.blocked)
         versions = *self.versions, *(term.version for term in terms)
         tensors = self.query, self.key, *(term.tensor for term in terms)
-        if tuple(map(_version, tensors)) != versions:
-            raise RuntimeError(
-                "swap: query, key and masks of attention by hand must not be written before its "
-                "scores are read, got a write; onepass.swap(model, exclude=...) leaves the module "
-                "as it is"
-            )
+        _check(versions, tuple(map(_version, tensors)))
+
+
+def _check(versions: tuple[int, ...], now: tuple[int, ...]) -> None:
+    if now != versions:
+        raise RuntimeError(
+            "swap: query, key and masks of attention by hand must not be written before its scores "
+            "are read, got a write; onepass.swap(model, exclude=...) leaves the module as it is"
+        )
 
 
 def _version(tensor: Tensor) -> int:
@@ -110,10 +123,13 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, size: torch.Size, dtype: torch.dtype) -> Scores:
+        ctx.set_materialize_grads(False)
         return Scores(size, dtype, query.device)
 
     @staticmethod
     def backward(ctx, gradient):
+        if gradient is None:  # DDP's own function around all outputs
+            return None, None, None, None
         raise RuntimeError(
             "swap: scores of attention by hand must be used by torch's functions, got an "
             "autograd.Function or compiled code; onepass.swap(model, exclude=...) leaves the "
@@ -131,6 +147,7 @@ class Scores(Tensor):
     recorder: Recorder
     before: Scores | None  # what the last step was applied to
     is_shared: bool  # a view, or followed by other scores: a write would have to reach both
+    is_taken: bool  # by a call of attention
     numbers: Tensor | None
     modes: tuple[bool, bool, torch.dtype]  # in which the last step was recorded
 
@@ -146,7 +163,7 @@ class Scores(Tensor):
         else:
             made = Scores(size, dtype, query.device)
         made.form, made.recorder, made.before = form, recorder, before
-        made.is_shared, made.numbers, made.modes = False, None, _modes()
+        made.is_shared, made.is_taken, made.numbers, made.modes = False, False, None, _modes()
         return made
 
     @classmethod
@@ -174,6 +191,12 @@ class Scores(Tensor):
         (in the forward of an autograd.Function, whose backward would be lost, they are off)."""
         return self.numbers is None and self.modes[0] is torch.is_grad_enabled()
 
+    def mark_taken(self) -> None:
+        """They, and what they follow from, get no gradient from the call of attention."""
+        scores: Scores | None = self
+        while scores is not None:
+            scores.is_taken, scores = True, scores.before
+
     def compute(self) -> Tensor:
         """Their real numbers: the recorded calls, as they were written."""
         if self.numbers is not None:
@@ -183,9 +206,10 @@ class Scores(Tensor):
             with _within(*self.modes):
                 self.numbers = self.form.multiply(self.form.query, self.form.key)
         else:
-            before = self.before.compute()
+            before, step = self.before.compute(), self.form.steps[-1]
+            step.check_unchanged()
             with _within(*self.modes):
-                self.numbers = self.form.steps[-1](before)
+                self.numbers = step(before)
         return self.numbers
 
 
@@ -244,6 +268,7 @@ class Recorder:
             if output is None:
                 return None
             self.taken += 1
+            left.mark_taken()
             return factors.arranged(output)
         if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
             return None
