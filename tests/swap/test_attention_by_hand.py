@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import einsum, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -158,6 +158,47 @@ def test_other_arguments(call, dtype, monkeypatch):
     stock, ours = swapped(Other)
     stock, ours = stock.to(dtype), ours.to(dtype)
     assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
+
+
+LAYOUTS = {
+    "matmul": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "viewed": lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).view(-1, *v.shape[2:]),
+    "five dimensions": lambda q, k, v: (q[:, None] @ k[:, None].mT).softmax(-1) @ v[:, None],
+    "one head of keys": lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
+    "einsum": lambda q, k, v: einsum(
+        "bhij,bhjd->bhid", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+    ),
+    "tokens first": lambda q, k, v: einsum(
+        "bhij,bhjd->bihd", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+    ),
+    "tokens last": lambda q, k, v: einsum(
+        "bhij,bhjd->bhdi", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+    ),
+    "heads first": lambda q, k, v: einsum(
+        "bhij,bhjd->hbid", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+    ),
+    "channels first": lambda q, k, v: einsum(
+        "bts,bcs->bct", *(einsum("bct,bcs->bts", *(x.flatten(0, 1).mT for x in (q, k))).softmax(-1),
+                          v.flatten(0, 1).mT)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", LAYOUTS)
+def test_layout_of_the_output(call):
+    """It has the strides of torch's: code after it may view it in other sizes."""
+
+    class Laid(cases.Base):
+        def attend(self, q, k, v):
+            self.y = LAYOUTS[call](q, k, v)
+            return v * self.y.sum() + (0.0 if call else torch.softmax(q @ k.mT, -1) @ v)
+
+    stock, ours = swapped(Laid)
+    x = tokens()
+    stock(x), ours(x)
+    assert fate(ours).taken == 1
+    assert ours.y.stride() == stock.y.stride()
+    torch.testing.assert_close(ours.y, stock.y)
 
 
 def test_softmax_in_another_dtype():
