@@ -303,10 +303,22 @@ class BiasThenScale(Base):
         return (scores + 1.0).softmax(-1) @ v
 
 
+class ValuesFirst(Base):
+    """Diffusion autoencoders' and timm's of channels first: values by turned probabilities."""
+
+    def attend(self, q, k, v):
+        batch, heads, tokens, dim = q.shape
+        k, v = (x.transpose(2, 3).reshape(-1, dim, tokens) for x in (k, v))
+        weights = F.softmax(torch.bmm(q.reshape(-1, tokens, dim), k) * 0.35, dim=2)
+        y = torch.bmm(v, self.drop(weights).permute(0, 2, 1))
+        return y.view(batch, heads, dim, tokens).transpose(2, 3)
+
+
 TAKEN = [
     Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Einsum, EinsumOfTokensFirst, OneKeyHead,
     Bart, Swin, Gemma2, Padded, PaddedTwice, Alibi, Frames, Annotated, SoftmaxMadeInPlace,
     PartialSoftmax, Bloom, OnlyAScale, Temperature, OneTemperature, BiasThenScale,
+    ValuesFirst,
 ]  # fmt: skip
 
 
@@ -368,6 +380,17 @@ class Small(Base):
         return (q @ k.mT * 0.3).masked_fill(blocked, -5.0).softmax(-1) @ v
 
 
+class TurnedScores(Base):
+    def attend(self, q, k, v):
+        return (k @ q.mT * 0.3).mT.softmax(-1) @ v
+
+
+class ByTurnedProbabilities(Base):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * 0.3).softmax(-1).mT
+        return weights @ v + (weights * 2.0) @ v
+
+
 class LinearAttention(Base):
     def attend(self, q, k, v):
         return q.softmax(-1) @ (k.softmax(-2).mT @ v)
@@ -385,7 +408,7 @@ class Written(Base):
 
 LEFT = [
     Read, TopKeys, TalkingHeads, RowTemperature, OverQueries, Renormalised, WithoutKeys,
-    Small, LinearAttention, Written,
+    Small, TurnedScores, ByTurnedProbabilities, LinearAttention, Written,
 ]  # fmt: skip
 
 

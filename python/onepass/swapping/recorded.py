@@ -248,6 +248,21 @@ def _view(function, scores, *args, **kwargs):
     return viewed
 
 
+def _turn(function, scores, *args, **kwargs):
+    """Probabilities with queries and keys exchanged, which values are multiplied by."""
+    if not _is_open(scores) or not scores.form.is_softmax:
+        return None
+    places = list(range(2, scores.dim() + 2))  # sizes that tell dimensions apart
+    with torch._C.DisableTorchFunction():
+        result = function(torch.empty(places, device="meta"), *args, **kwargs)
+    if list(result.shape) != [*places[:-2], places[-1], places[-2]]:
+        return None
+    step = Step(function, (SCORES, *args), kwargs)
+    turned = _next(scores, scores.form, step, size=scores.shape[:-2] + scores.shape[:-3:-1])
+    turned.is_turned = turned.is_shared = True
+    return turned
+
+
 def _of_their_size(function, *args, **kwargs):
     """Functions that read the size and dtype alone of scores."""
     args, kwargs = pytree.tree_map_only(
@@ -309,6 +324,7 @@ _HANDLERS = (
     ("softmax", _softmax),
     ("dropout", _dropout),
     ("to type type_as float half bfloat16", _cast),
+    ("transpose swapaxes swapdims permute", _turn),
     ("contiguous", _same),
     ("retain_grad register_hook", _gradient),
     ("expand_as zeros_like ones_like full_like empty_like", _of_their_size),
@@ -317,7 +333,7 @@ _HANDLERS = (
 )
 for _names, _handler in _HANDLERS:
     Scores.recorded |= dict.fromkeys(_all(_names), _by_torchs_names(_handler))
-Scores.recorded |= dict.fromkeys(PRODUCTS, _product)
+Scores.recorded |= dict.fromkeys(PRODUCTS, _product) | {Tensor.mT.__get__: _turn}
 _PROPERTIES = (
     "shape dtype device ndim layout is_cpu is_cuda is_mps is_meta is_sparse is_nested is_quantized "
     "requires_grad is_leaf"

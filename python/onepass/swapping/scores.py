@@ -148,6 +148,7 @@ class Scores(Tensor):
     before: Scores | None  # what the last step was applied to
     is_shared: bool  # a view, or followed by other scores: a write would have to reach both
     is_taken: bool  # by a call of attention
+    is_turned: bool  # (..., keys, queries)
     numbers: Tensor | None
     modes: tuple[bool, bool, torch.dtype]  # in which the last step was recorded
 
@@ -163,7 +164,8 @@ class Scores(Tensor):
         else:
             made = Scores(size, dtype, query.device)
         made.form, made.recorder, made.before = form, recorder, before
-        made.is_shared, made.is_taken, made.numbers, made.modes = False, False, None, _modes()
+        made.is_shared = made.is_taken = made.is_turned = False
+        made.numbers, made.modes = None, _modes()
         return made
 
     @classmethod
@@ -189,7 +191,8 @@ class Scores(Tensor):
     def is_open(self) -> bool:
         """Whether they may be followed: they have not been read, and gradients are on as they were
         (in the forward of an autograd.Function, whose backward would be lost, they are off)."""
-        return self.numbers is None and self.modes[0] is torch.is_grad_enabled()
+        is_whole = self.numbers is None and not self.is_turned
+        return is_whole and self.modes[0] is torch.is_grad_enabled()
 
     def mark_taken(self) -> None:
         """They, and what they follow from, get no gradient from the call of attention."""
@@ -261,15 +264,13 @@ class Recorder:
             return None
         left, right = factors.left, factors.right
         if isinstance(left, Scores):
-            if not (left.is_open() and left.form.is_softmax and _is_activation(right)):
+            output = self._values(left, right, factors.value)
+            return None if output is None else factors.arranged(output)
+        if isinstance(right, Scores):  # values by turned probabilities
+            if not right.is_turned or factors.letters:
                 return None
-            left.form.check_unchanged()
-            output = self.attend(left, factors.value())
-            if output is None:
-                return None
-            self.taken += 1
-            left.mark_taken()
-            return factors.arranged(output)
+            output = self._values(right.before, left, lambda: left.mT)
+            return None if output is None else output.mT.contiguous()
         if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
             return None
         if not factors.is_outer:
@@ -279,6 +280,17 @@ class Recorder:
         form = Form.of(query, key, factors.multiply)
         size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
         return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
+
+    def _values(self, scores: Scores, other: Tensor, value: Callable) -> Tensor | None:
+        """The product of probabilities and `value()`, which is made of the other factor."""
+        if not (scores.is_open() and scores.form.is_softmax and _is_activation(other)):
+            return None
+        scores.form.check_unchanged()
+        output = self.attend(scores, value())
+        if output is not None:
+            self.taken += 1
+            scores.mark_taken()
+        return output
 
     def _sum(self, input, batch1, batch2, *, beta=1, alpha=1, out=None) -> Tensor | None:
         """`torch.baddbmm`'s, as a product, a factor and a term."""
