@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -222,9 +223,102 @@ class TwoBranches(Base):
         return att.softmax(-1) @ v
 
 
+class SoftmaxMadeInPlace(Base):
+    """CodeGen's and Perceiver's: a softmax module of the call's own, sizes of the scores."""
+
+    def attend(self, q, k, v):
+        scores = torch.matmul(q, k.mT) / 2.0
+        tokens = q.shape[2]
+        least = scores.new_full((), -1e9)
+        scores = torch.where(self.causal[..., :tokens, :tokens].expand_as(scores), scores, least)
+        scores = scores + torch.zeros_like(scores)
+        return torch.matmul(nn.Softmax(dim=-1)(scores).to(dtype=v.dtype), v)
+
+
+class PartialSoftmax(Base):
+    """x-transformers': a partial function."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.normalise = functools.partial(F.softmax, dtype=torch.float32)
+
+    def attend(self, q, k, v):
+        return self.drop(self.normalise(q @ k.mT * 0.3, dim=-1)).type(v.dtype) @ v
+
+
+class Bloom(Base):
+    def attend(self, q, k, v):
+        batch, heads, tokens, dim = q.shape
+        q, k, v = (x.reshape(batch * heads, tokens, dim) for x in (q, k, v))
+        alibi = torch.arange(tokens, dtype=q.dtype).expand(batch * heads, 1, tokens)
+        scores = alibi.baddbmm(batch1=q, batch2=k.mT, beta=0.5, alpha=0.3)
+        scores = scores.view(batch, heads, tokens, tokens)
+        weights = F.softmax(scores, dim=-1).view(batch * heads, tokens, tokens)
+        return torch.bmm(weights, v).view(batch, heads, tokens, dim)
+
+
+class OnlyAScale(Base):
+    """baddbmm without its first argument."""
+
+    def attend(self, q, k, v):
+        batch, heads, tokens, dim = q.shape
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        nothing = torch.empty(len(q), tokens, tokens, dtype=q.dtype)
+        scores = torch.baddbmm(nothing, q, k.mT, beta=0, alpha=0.3)
+        return torch.bmm(scores.softmax(-1), v).view(batch, heads, tokens, dim)
+
+
+class Temperature(Base):
+    """Swin v2's: learned, by head."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.temperature = nn.Parameter(torch.rand(HEADS, 1, 1))
+
+    def attend(self, q, k, v):
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+        scores = scores * self.temperature.clamp(max=2.0).exp()
+        tokens = torch.arange(q.shape[2], dtype=q.dtype)
+        return (scores + tokens / 8).softmax(-1) @ v
+
+
+class OneTemperature(Base):
+    """The same for all heads, after a scale."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def attend(self, q, k, v):
+        return (q @ k.mT * 0.5 / self.temperature.exp()).softmax(-1) @ v
+
+
+class BiasThenScale(Base):
+    """Falcon's and XLNet's."""
+
+    def attend(self, q, k, v):
+        tokens = torch.arange(q.shape[2], dtype=q.dtype)
+        scores = q @ k.mT + tokens + 0
+        scores *= 0.3
+        return (scores + 1.0).softmax(-1) @ v
+
+
+class ValuesFirst(Base):
+    """Diffusion autoencoders' and timm's of channels first: values by turned probabilities."""
+
+    def attend(self, q, k, v):
+        batch, heads, tokens, dim = q.shape
+        k, v = (x.transpose(2, 3).reshape(-1, dim, tokens) for x in (k, v))
+        weights = F.softmax(torch.bmm(q.reshape(-1, tokens, dim), k) * 0.35, dim=2)
+        y = torch.bmm(v, self.drop(weights).permute(0, 2, 1))
+        return y.view(batch, heads, dim, tokens).transpose(2, 3)
+
+
 TAKEN = [
     Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Einsum, EinsumOfTokensFirst, OneKeyHead,
-    Bart, Swin, Gemma2, Padded, PaddedTwice, Alibi, Frames, Annotated,
+    Bart, Swin, Gemma2, Padded, PaddedTwice, Alibi, Frames, Annotated, SoftmaxMadeInPlace,
+    PartialSoftmax, Bloom, OnlyAScale, Temperature, OneTemperature, BiasThenScale,
+    ValuesFirst,
 ]  # fmt: skip
 
 
@@ -254,13 +348,11 @@ class TalkingHeads(Base):
         return self.talk(q @ k.mT * 0.3).softmax(-1) @ v
 
 
-class Temperature(Base):
-    def __init__(self, p: float = 0.0):
-        super().__init__(p)
-        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
+class RowTemperature(Base):
+    """One that keys have, too."""
 
     def attend(self, q, k, v):
-        return (q @ k.mT * self.temperature).softmax(-1) @ v
+        return (q @ k.mT * k[..., :1].mT).softmax(-1) @ v
 
 
 class OverQueries(Base):
@@ -275,12 +367,6 @@ class Renormalised(Base):
         return weights @ v
 
 
-class BiasThenScale(Base):
-    def attend(self, q, k, v):
-        tokens = torch.arange(q.shape[2], dtype=q.dtype)
-        return ((q @ k.mT + tokens) * 0.3).softmax(-1) @ v
-
-
 class WithoutKeys(Base):
     def attend(self, q, k, v):
         blocked = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
@@ -292,6 +378,17 @@ class Small(Base):
     def attend(self, q, k, v):
         blocked = ~self.causal[..., : q.shape[2], : q.shape[2]]
         return (q @ k.mT * 0.3).masked_fill(blocked, -5.0).softmax(-1) @ v
+
+
+class TurnedScores(Base):
+    def attend(self, q, k, v):
+        return (k @ q.mT * 0.3).mT.softmax(-1) @ v
+
+
+class ByTurnedProbabilities(Base):
+    def attend(self, q, k, v):
+        weights = (q @ k.mT * 0.3).softmax(-1).mT
+        return weights @ v + (weights * 2.0) @ v
 
 
 class LinearAttention(Base):
@@ -310,8 +407,8 @@ class Written(Base):
 
 
 LEFT = [
-    Read, TopKeys, TalkingHeads, Temperature, OverQueries, Renormalised, BiasThenScale,
-    WithoutKeys, Small, LinearAttention, Written,
+    Read, TopKeys, TalkingHeads, RowTemperature, OverQueries, Renormalised, WithoutKeys,
+    Small, TurnedScores, ByTurnedProbabilities, LinearAttention, Written,
 ]  # fmt: skip
 
 

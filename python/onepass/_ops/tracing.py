@@ -23,6 +23,11 @@ def is_tracing() -> bool:
     return torch._C._is_tracing()
 
 
+def is_making_graph() -> bool:
+    """Whether `make_fx` records operators."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def records() -> bool:
     """Whether a call is recorded in a trace or a program, by a family's operator in Python."""
     if torch.compiler.is_compiling():

@@ -39,20 +39,23 @@ NOTE = (
 _UNHOOKED = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 _ROWS = 16  # of each sequence, in a proof
 _MOST_SCORES = 1 << 22  # in a proof, of which there are then fewer rows
-_DRAWS = 2
+_DRAWS = 2, 16  # at first, and where they differ
 _MOST_IDLE = 2  # runs in which products, but no attention, were found
+
+# Reasons for one call alone.
+_NO_KEY = "a query of its may attend to no key"
+_EMPTY = "it has no queries or keys"
 
 
 def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
     """Whether nothing of this call of a forward is recorded."""
-    if torch.compiler.is_compiling() or tracing.is_tracing():
+    if torch.compiler.is_compiling() or tracing.is_tracing() or tracing.is_making_graph():
         return True
     if forward_ad._current_level >= 0 or are_transforms_active():
         return True
     known = fate(module)
-    return bool(known.reason) or small_calls.attention_by_hand_is_small(
-        module, args, known.is_masked
-    )
+    is_masked = known.is_masked is not False
+    return known.is_left or small_calls.attention_by_hand_is_small(module, args, is_masked)
 
 
 def found(
@@ -75,12 +78,17 @@ def found(
 
 
 class Fate:
-    """What became of a module's attention: taken how often, or left alone for a reason."""
+    """What became of a module's attention: taken how often, or why not yet.
+
+    A module that `is_left` is not recorded any more. One that was taken always is: a checkpoint
+    that recomputes an earlier call must save what that call saved.
+    """
 
     def __init__(self):
         self.taken = self.idle = 0
         self.reason = ""
-        self.is_masked = True  # until it is known
+        self.is_left = False
+        self.is_masked: bool | None = None  # in the first call that was taken
 
 
 _FATES: WeakKeyDictionary[nn.Module, Fate] = WeakKeyDictionary()
@@ -114,41 +122,45 @@ class Hand(Recorder):
     def __init__(self, module: nn.Module, attend: Callable):
         super().__init__(self._attend)
         self._module, self._run = module, attend
+        self._reason = ""
 
     def _attend(self, scores: Scores, value: Tensor) -> Tensor | None:
         call = _call_of(scores.form, value)
         if isinstance(call, str):
-            self._leave(call)
+            self._reason = call
             return None
         proven = _PROVEN.setdefault(type(self._module), {})
         key = _signature(scores.form, value)
         if key not in proven:
             proven[key] = _proof(scores.form, value)
         if proven[key]:
-            self._leave(proven[key])
+            self._reason = proven[key]
             return None
         found = fate(self._module)
-        found.is_masked = call.is_causal or call.mask is not None or call.bias is not None
+        if found.is_masked is None:
+            found.is_masked = call.is_causal or call.mask is not None or call.bias is not None
         output = call.run(scores.form.dropout_p, self._run)
         return output.reshape(*scores.form.lead, *output.shape[-2:])
-
-    def _leave(self, reason: str) -> None:
-        fate(self._module).reason = reason
 
     def finish(self) -> None:
         """At the end of the forward."""
         found = fate(self._module)
-        if self.reader and not found.reason:
-            found.reason = f"its scores are read by {self.reader}"
         found.taken += self.taken
-        found.idle = found.idle + 1 if self.made and not self.taken else 0
-        if found.idle >= _MOST_IDLE and not found.reason:
+        found.idle += bool(self.made)
+        if found.taken:
+            found.reason = ""
+        elif self._reason:
+            found.reason = self._reason
+        elif self.reader:
+            found.reason = f"its scores are read by {self.reader}"
+        elif found.idle >= _MOST_IDLE:
             found.reason = "none of its products are softmax(q k^T) v"
+        found.is_left = bool(found.reason) and found.reason not in (_NO_KEY, _EMPTY)
 
 
 def hand(module: nn.Module, attend: Callable) -> Hand | None:
     """A recorder for one run; None if the module is left alone."""
-    return None if fate(module).reason else Hand(module, attend)
+    return None if fate(module).is_left else Hand(module, attend)
 
 
 class _Call(NamedTuple):
@@ -179,7 +191,7 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
     """The call that computes a form, or why there is none."""
     if form.is_tanh:
         return "its tanh is followed by no factor"
-    leads = [term.lead for term in (*form.terms, *form.blocked)]
+    leads = [term.lead for term in (*form.factors, *form.terms, *form.blocked)]
     own = torch.broadcast_shapes(form.query.shape[:-2], form.key.shape[:-2])
     lead = max((tuple(own), form.lead, *leads), key=len)
     query, key = (_led(t, own, lead) for t in (form.query, form.key))
@@ -189,8 +201,10 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
     if max(query.shape[-1], value.shape[-1]) > MOST_HEAD_DIM:
         return f"its head_dim is above {MOST_HEAD_DIM}"
     if not query.shape[-2] or not key.shape[-2] or key.shape[-2] != value.shape[-2]:
-        return "it has no queries or keys"
+        return _EMPTY
     dtype = torch.promote_types(query.dtype, value.dtype)
+    for factor in form.factors:
+        query = query * _aligned(factor, lead)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     bias = None
     for term in form.terms:
@@ -204,7 +218,7 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
         else:
             blocked = term if blocked is None else blocked | term
     if blocked is not None and _may_block_all(blocked, is_causal, query.shape[2]):
-        return "a query of its may attend to no key"
+        return _NO_KEY
     if bias is not None and blocked is not None and form.options:
         return f"it has a {form.options[0][0]} and two kinds of masks"
     if bias is not None and bias.dtype is not dtype:
@@ -286,24 +300,34 @@ def _proof(form: Form, value: Tensor) -> str:
         rows = torch.linspace(0, seq_q - 1, count, device="cpu").long()
         form = _of_rows(form, rows)
         random = torch.Generator("cpu").manual_seed(7)
-        draws = []
-        for _ in range(_DRAWS):
-            size = (*form.lead, count, value.shape[-1])
-            upstream = torch.randn(size, generator=random, device="cpu")
-            qkv = form.query, form.key, value
-            exact = [tensor.double() for tensor in qkv]
-            draws.append(
-                (
-                    _outcome(_as_one_call, form, qkv, upstream),
-                    _outcome(_as_written, _in_double(form), exact, upstream),
-                    _outcome(_as_written, form, qkv, upstream),
-                )
-            )
-        for number, name in enumerate(("output", "dq", "dk", "dv")):
-            parts = ([results[number] for results in ways] for ways in zip(*draws, strict=True))
-            verdict = numerics.compare(*parts)
-            if not verdict.ok:
-                return f"its {name} differs from that of one call of attention: {verdict.text}"
+        draws: list[tuple] = []
+        for most in _DRAWS:
+            while len(draws) < most:
+                size = (*form.lead, count, value.shape[-1])
+                draws.append(_draw(form, value, torch.randn(size, generator=random, device="cpu")))
+            reason = _difference(draws)
+            if not reason:
+                break
+    return reason
+
+
+def _draw(form: Form, value: Tensor, upstream: Tensor) -> tuple[list[Tensor], ...]:
+    """The outcomes of one call, of the formula in float64 and of the code as written."""
+    qkv = form.query, form.key, value
+    exact = [tensor.double() for tensor in qkv]
+    return (
+        _outcome(_as_one_call, form, qkv, upstream),
+        _outcome(_as_written, _in_double(form), exact, upstream),
+        _outcome(_as_written, form, qkv, upstream),
+    )
+
+
+def _difference(draws: list[tuple]) -> str:
+    for number, name in enumerate(("output", "dq", "dk", "dv")):
+        parts = ([results[number] for results in ways] for ways in zip(*draws, strict=True))
+        verdict = numerics.compare(*parts)
+        if not verdict.ok:
+            return f"its {name} differs from that of one call of attention: {verdict.text}"
     return ""
 
 
@@ -345,6 +369,7 @@ def _of_rows(form: Form, rows: Tensor) -> Form:
     return replace(
         form,
         query=chosen(form.query),
+        factors=of_terms(form.factors),
         terms=of_terms(form.terms),
         blocked=of_terms(form.blocked),
         steps=tuple(step._replace(args=tree_map(chosen, step.args)) for step in form.steps),

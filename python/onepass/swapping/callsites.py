@@ -31,8 +31,8 @@ _CHECKPOINT_FUNCTIONS = (
 _FUNCTIONS = {"linear": (F.linear,), "loss": (F.cross_entropy, nn.CrossEntropyLoss)}
 _FORWARDS = {"linear": nn.Linear.forward, "loss": nn.CrossEntropyLoss.forward}  # by super()
 _NAMES = {function.__name__ for functions in _FUNCTIONS.values() for function in functions}
-_SOFTMAX = F.softmax, torch.softmax, torch.Tensor.softmax
-_PRODUCTS = {"matmul", "bmm", "einsum"}
+_SOFTMAX = F.softmax, torch.softmax, torch.Tensor.softmax, nn.Softmax
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 _EXPERTS = "experts_interface"  # of transformers, too
 _LOSSES = "LOSS_MAPPING"  # of transformers' loss_function
@@ -119,7 +119,9 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         return {"attention"}
     if name == _ATTENTION and not values:
         return {"attention"}
-    if (name == "softmax" and not values) or any(_is_softmax(value) for value in values):
+    if (name in ("softmax", "Softmax") and not values) or any(
+        _is_softmax(value) for value in values
+    ):
         return {"softmax"}
     if any(_is_opaque(value) for value in values):
         return {"opaque"}
@@ -141,6 +143,8 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
 
 
 def _is_softmax(value: object) -> bool:
+    if isinstance(value, functools.partial):
+        value = value.func
     return isinstance(value, nn.Softmax) or any(value is softmax for softmax in _SOFTMAX)
 
 

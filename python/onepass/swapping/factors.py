@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SUMS = {torch.baddbmm, Tensor.baddbmm}
 PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
+PRODUCTS |= SUMS
 
 
 class Factors(NamedTuple):
@@ -40,13 +42,16 @@ class Factors(NamedTuple):
         return _ordered(self.right, of_right, of_left[:-1] + of_left[-1] + column, skip=of_left[-2])
 
     def arranged(self, output: Tensor) -> Tensor:
-        """From (*lead, seq_q, value_dim) to the product's own order."""
+        """From (*lead, seq_q, value_dim) to the product's own order, in torch's memory order: the
+        result's letters, but query and column last."""
         if self.letters is None:
-            return output
+            return output.contiguous()
         of_left, of_right, of_result = self.letters
         (column,) = set(of_right) - set(of_left)
-        order = of_left[:-1] + column
-        return output.permute([order.index(letter) for letter in of_result])
+        order, last = of_left[:-1] + column, (of_left[-2], column)
+        memory = sorted(of_result, key=lambda letter: letter in last)
+        output = output.permute([order.index(letter) for letter in memory]).contiguous()
+        return output.permute([memory.index(letter) for letter in of_result])
 
 
 def _ordered(tensor: Tensor, letters: str, wanted: str, skip: str = "") -> Tensor:

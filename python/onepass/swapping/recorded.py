@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from onepass._hooks import is_on_each_output
 from onepass.swapping.factors import PRODUCTS
 from onepass.swapping.scores import SCORES, Form, Scores, Step, Term, dtype_after
 
@@ -22,25 +23,27 @@ def _next(
     scores: Scores, form: Form, step: Step, *, dtype=None, size=None, is_written: bool = False
 ) -> Scores:
     """Scores after a step; with `is_written` the same object."""
-    form = replace(form, steps=(*scores.form.steps, step))
+    form = replace(form, steps=(*scores.form.steps, step.recorded()))
     size, dtype = scores.shape if size is None else size, dtype or scores.dtype
     made = Scores.of(form, size, dtype, scores.recorder, scores)
     if not is_written:
         scores.is_shared = True
         return made
     # The old state moves to an object of its own, which the new one follows.
-    made.form, made.before = scores.form, scores.before
-    scores.form, scores.before = form, made
+    made.form, made.before, made.modes, modes = scores.form, scores.before, scores.modes, made.modes
+    scores.form, scores.before, scores.modes = form, made, modes
     return scores
 
 
-def _number(value: object) -> float | None:
+def _number(value: object, scores: Scores) -> float | None:
     """The value of a number, or of a tensor that is one and needs no gradient."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if type(value) is Tensor and value.numel() == 1 and value.is_cpu:
-        return None if value.requires_grad else float(value)
-    return None
+    if type(value) is not Tensor or value.numel() != 1 or not value.is_cpu:
+        return None
+    if value.requires_grad or value.is_complex() or value.dim() > scores.dim():
+        return None
+    return float(value)
 
 
 def _fits(tensor: object, scores: Scores) -> bool:
@@ -54,11 +57,7 @@ def _fits(tensor: object, scores: Scores) -> bool:
 
 
 def _is_open(scores: object) -> bool:
-    """Whether scores may be followed: not in the forward of an autograd.Function, whose backward
-    would be lost."""
-    if not isinstance(scores, Scores) or scores.numbers is not None:
-        return False
-    return scores.recorder.has_gradients is torch.is_grad_enabled()
+    return isinstance(scores, Scores) and scores.is_open()
 
 
 def _writes(function: Callable) -> bool:
@@ -81,7 +80,7 @@ def _recorded(take: Callable) -> Callable:
             return None
         dtype = scores.dtype
         tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
-        if take in (_add, _subtract) and tensors and not is_written:
+        if tensors and not is_written:
             dtype = torch.promote_types(dtype, tensors[0].dtype)
         step = Step(function, (SCORES, *args), kwargs)
         return _next(scores, form, step, dtype=dtype, is_written=is_written)
@@ -93,59 +92,76 @@ def _reflected(take: Callable) -> Callable:
     """The same for functions of two arguments that commute, with the scores in either place."""
     direct = _recorded(take)
 
-    def record(function, left, right, **kwargs):
-        if isinstance(left, Scores):
-            return None if isinstance(right, Scores) else direct(function, left, right, **kwargs)
-        if kwargs or not _is_open(right) or _writes(function):
+    def record(function, input, other, **kwargs):
+        if isinstance(input, Scores):
+            return None if isinstance(other, Scores) else direct(function, input, other, **kwargs)
+        if kwargs or not _is_open(other) or _writes(function):
             return None
 
         def swapped(x, y):
             return function(y, x)
 
         swapped.__name__ = function.__name__
-        return direct(swapped, right, left)
+        return direct(swapped, other, input)
 
     return record
 
 
 def _multiply(form: Form, scores: Scores, other) -> Form | None:
-    number = _number(other)
-    if number is None or form.is_softmax or not math.isfinite(number):
+    number = _number(other, scores)
+    if form.is_softmax:
+        return None
+    if number is None:
+        return _temper(form, scores, other)
+    if not math.isfinite(number) or number == 0:
         return None
     if form.is_tanh:
-        if not number > 0:
+        if number < 0:
             return None
         options = (*form.options, ("softcap", number))
         return replace(form, is_tanh=False, options=options, scale=number * form.scale)
-    if form.options or form.terms or (form.blocked and form.least > -math.inf) or number == 0:
+    least = form.least * number if form.blocked else form.least
+    if form.options or (form.blocked and not least <= LEAST_BLOCKING):
         return None
-    if form.blocked and number < 0:
+    terms = tuple(Term.of(term.tensor * number, term.lead) for term in form.terms)
+    return replace(form, scale=form.scale * number, terms=terms, least=least)
+
+
+def _temper(form: Form, scores: Scores, other) -> Form | None:
+    """A factor of each query."""
+    if form.is_tanh or form.options or form.terms or form.blocked or not _fits(other, scores):
         return None
-    return replace(form, scale=form.scale * number)
+    if not other.is_floating_point() or (other.dim() and other.shape[-1] != 1):
+        return None
+    return replace(form, factors=(*form.factors, Term.of(other, form.lead)))
 
 
 def _divide(form: Form, scores: Scores, other, *, rounding_mode=None) -> Form | None:
-    number = _number(other)
-    if not number or rounding_mode is not None:
+    number = _number(other, scores)
+    if number == 0 or rounding_mode is not None:
         return None
-    return _multiply(form, scores, 1.0 / number)
+    return _multiply(form, scores, 1.0 / (other if number is None else number))
 
 
 def _add(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
-    if form.is_softmax or form.is_tanh or alpha != 1 or not _fits(other, scores):
+    if form.is_softmax or form.is_tanh or alpha != 1:
         return None
-    if not other.is_floating_point() or other.dtype is torch.float64:
+    number = None if isinstance(other, Tensor) else _number(other, scores)
+    if number == 0:
+        return form
+    if number is not None and math.isfinite(number):
+        other = torch.tensor(number, dtype=scores.dtype, device="cpu")
+    if not _fits(other, scores) or not other.is_floating_point() or other.dtype is torch.float64:
         return None
     return replace(form, terms=(*form.terms, Term.of(other, form.lead)))
 
 
 def _subtract(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
-    added = _add(form, scores, other, alpha=alpha)
-    return added and replace(added, terms=(*form.terms, Term.of(-other, form.lead)))
+    return _add(form, scores, -other, alpha=alpha)
 
 
 def _fill(form: Form, scores: Scores, mask, value) -> Form | None:
-    number = _number(value)
+    number = _number(value, scores)
     if form.is_softmax or form.is_tanh or number is None or not number <= LEAST_BLOCKING:
         return None
     if not _fits(mask, scores) or mask.dtype is not torch.bool:
@@ -154,14 +170,14 @@ def _fill(form: Form, scores: Scores, mask, value) -> Form | None:
     return replace(form, blocked=(*form.blocked, Term.of(mask, form.lead)), least=least)
 
 
-def _where(function, condition, kept, other, **kwargs):
+def _where(function, condition, input, other, **kwargs):
     """`torch.where` with the scores kept where the condition is True, or where it is False."""
     if kwargs or not isinstance(condition, Tensor) or condition.dtype is not torch.bool:
         return None
-    for scores, value, mask in ((kept, other, ~condition), (other, kept, condition)):
+    for scores, value, mask in ((input, other, ~condition), (other, input, condition)):
         if _is_open(scores) and not isinstance(value, Scores):
             form = _fill(scores.form, scores, mask, value)
-            args = (condition, *((SCORES, other) if scores is kept else (kept, SCORES)))
+            args = (condition, *((SCORES, other) if scores is input else (input, SCORES)))
             return form and _next(scores, form, Step(function, args, {}))
     return None
 
@@ -172,44 +188,44 @@ def _tanh(form: Form, scores: Scores) -> Form | None:
     return replace(form, is_tanh=True)
 
 
-def _softmax(function, scores, dim=None, _stacklevel=3, dtype=None):
-    if not _is_open(scores) or scores.form.is_softmax or scores.form.is_tanh:
+def _softmax(function, input, dim=None, dtype=None, _stacklevel=3):
+    if not _is_open(input) or input.form.is_softmax or input.form.is_tanh:
         return None
-    if dim is None or dim % scores.dim() != scores.dim() - 1 or dtype is torch.float64:
+    if dim is None or dim % input.dim() != input.dim() - 1 or dtype is torch.float64:
         return None
     given = {} if dtype is None else {"dtype": dtype}
-    dtype = dtype or dtype_after(torch.softmax, scores.dtype)
+    dtype = dtype or dtype_after(torch.softmax, input.dtype)
     step = Step(torch.softmax, (SCORES, -1), given)
-    return _next(scores, replace(scores.form, is_softmax=True), step, dtype=dtype)
+    return _next(input, replace(input.form, is_softmax=True), step, dtype=dtype)
 
 
-def _dropout(function, scores, p=0.5, training=True, inplace=False):
-    if not _is_open(scores) or not scores.form.is_softmax:
+def _dropout(function, input, p=0.5, training=True, inplace=False):
+    if not _is_open(input) or not input.form.is_softmax:
         return None
     if not training or p == 0.0:
-        return scores
-    if inplace or scores.form.dropout_p or not isinstance(p, float) or not 0.0 < p < 1.0:
+        return input
+    if inplace or input.form.dropout_p or not isinstance(p, float) or not 0.0 < p < 1.0:
         return None
-    form = replace(scores.form, dropout_p=p)
-    return _next(scores, form, Step(F.dropout, (SCORES, p, True), {}, "dropout"))
+    form = replace(input.form, dropout_p=p)
+    return _next(input, form, Step(F.dropout, (SCORES, p, True), {}, "dropout"))
 
 
 def _cast(function, scores, *args, **kwargs):
     """To another floating dtype; calls with other arguments (a device, an order) are not taken."""
-    if not _is_open(scores) or kwargs:
+    if not _is_open(scores) or kwargs.keys() - {"dtype"}:
         return None
     args = pytree.tree_map_only(
         Scores, lambda like: torch.empty((), dtype=like.dtype, device="cpu"), args
     )
     with torch._C.DisableTorchFunction():
-        sample = function(torch.ones((), dtype=scores.dtype, device="cpu"), *args)
+        sample = function(torch.ones((), dtype=scores.dtype, device="cpu"), *args, **kwargs)
     if not isinstance(sample, Tensor) or not sample.is_cpu or not sample.is_floating_point():
         return None
     if sample.dtype is torch.float64:
         return None
     if sample.dtype is scores.dtype:
         return scores
-    step = Step(function, (SCORES, *args), {}, "cast")
+    step = Step(function, (SCORES, *args), kwargs, "cast")
     return _next(scores, scores.form, step, dtype=sample.dtype)
 
 
@@ -232,17 +248,67 @@ def _view(function, scores, *args, **kwargs):
     return viewed
 
 
+def _turn(function, scores, *args, **kwargs):
+    """Probabilities with queries and keys exchanged, which values are multiplied by."""
+    if not _is_open(scores) or not scores.form.is_softmax:
+        return None
+    places = list(range(2, scores.dim() + 2))  # sizes that tell dimensions apart
+    with torch._C.DisableTorchFunction():
+        result = function(torch.empty(places, device="meta"), *args, **kwargs)
+    if list(result.shape) != [*places[:-2], places[-1], places[-2]]:
+        return None
+    step = Step(function, (SCORES, *args), kwargs)
+    turned = _next(scores, scores.form, step, size=scores.shape[:-2] + scores.shape[:-3:-1])
+    turned.is_turned = turned.is_shared = True
+    return turned
+
+
+def _of_their_size(function, *args, **kwargs):
+    """Functions that read the size and dtype alone of scores."""
+    args, kwargs = pytree.tree_map_only(
+        Scores,
+        lambda like: torch.empty((), dtype=like.dtype, device="cpu").expand(like.shape),
+        (args, kwargs),
+    )
+    return function(*args, **kwargs)
+
+
+def _gradient(function, scores, *args):
+    """Looks at the gradient of scores."""
+    if not scores.is_taken:
+        return None
+    if args and is_on_each_output(args[0]):
+        return function(scores, *args)  # attention's output has it too
+    raise RuntimeError(
+        "swap: probabilities of attention by hand must not be asked for the gradient that they get "
+        f"from values, got {function.__name__}; onepass.swap(model, exclude=...) leaves the module "
+        "as it is"
+    )
+
+
 def _product(function, *args, **kwargs):
-    scores = next(x for x in pytree.tree_leaves(args) if isinstance(x, Scores))
+    scores = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Scores))
     return scores.recorder.product(function, args, kwargs)
 
 
+def _by_torchs_names(handler: Callable) -> Callable:
+    """A handler that leaves calls alone whose arguments it does not know, such as `out`."""
+
+    def record(function, *args, **kwargs):
+        try:
+            return handler(function, *args, **kwargs)
+        except TypeError:
+            return None
+
+    return record
+
+
 def _all(names: str) -> list[Callable]:
-    """Methods of Tensor and functions of torch with these names."""
+    """Methods of Tensor and functions of torch and torch.nn.functional with these names."""
     return [
         function
         for name in names.split()
-        for owner in (torch, Tensor)
+        for owner in (torch, Tensor, F)
         if (function := getattr(owner, name, None)) is not None
     ]
 
@@ -258,12 +324,16 @@ _HANDLERS = (
     ("softmax", _softmax),
     ("dropout", _dropout),
     ("to type type_as float half bfloat16", _cast),
+    ("transpose swapaxes swapdims permute", _turn),
     ("contiguous", _same),
+    ("retain_grad register_hook", _gradient),
+    ("expand_as zeros_like ones_like full_like empty_like", _of_their_size),
+    ("new_zeros new_ones new_full new_empty new_tensor", _of_their_size),
     ("view reshape unflatten flatten unsqueeze squeeze", _view),
 )
 for _names, _handler in _HANDLERS:
-    Scores.recorded |= dict.fromkeys(_all(_names), _handler)
-Scores.recorded |= {F.softmax: _softmax, F.dropout: _dropout, **dict.fromkeys(PRODUCTS, _product)}
+    Scores.recorded |= dict.fromkeys(_all(_names), _by_torchs_names(_handler))
+Scores.recorded |= dict.fromkeys(PRODUCTS, _product) | {Tensor.mT.__get__: _turn}
 _PROPERTIES = (
     "shape dtype device ndim layout is_cpu is_cuda is_mps is_meta is_sparse is_nested is_quantized "
     "requires_grad is_leaf"

@@ -42,9 +42,9 @@ class _Redirection(TorchFunctionMode):
         self._loss = "loss" in kinds
         self._hand = by_hand.hand(module, attend_visibly) if "attention_by_hand" in kinds else None
 
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        if self._hand is not None:
+    def __exit__(self, error, *more):
+        super().__exit__(error, *more)
+        if self._hand is not None and error is None:
             self._hand.finish()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -167,11 +167,12 @@ def redirected(forward: Callable, kinds: list[str]) -> Callable:
     @functools.wraps(forward)
     def run(self, *args, **named):
         gaining = [kind for kind in kinds if not ARE_SMALL[kind](self, args, named)]
-        if not gaining:
-            return forward(self, *args, **named)
         if "attention_by_hand" in gaining and by_hand.must_be_tried(self):
             with by_hand.trial(), _Redirection(gaining, self):
                 forward(self, *args, **named)
+            gaining = [kind for kind in kinds if not ARE_SMALL[kind](self, args, named)]
+        if not gaining:
+            return forward(self, *args, **named)
         with _Redirection(gaining, self):
             return forward(self, *args, **named)
 

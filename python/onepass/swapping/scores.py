@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onepass.swapping.factors import factors_of
+from onepass.swapping.factors import SUMS, factors_of
 
 SCORES = object()  # the place of the scores among recorded arguments
 
@@ -33,6 +33,16 @@ class Step(NamedTuple):
     kwargs: dict
     kind: str = ""
     lead: tuple[int, ...] = ()  # the leading sizes after a view
+    versions: tuple[int, ...] = ()  # of the tensors among args
+
+    def recorded(self) -> Step:
+        return self._replace(versions=self._versions())
+
+    def check_unchanged(self) -> None:
+        _check(self.versions, self._versions())
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(_version(x) for x in self.args if isinstance(x, Tensor))
 
     def __call__(self, scores: Tensor) -> Tensor:
         args, kwargs = pytree.tree_map(
@@ -61,6 +71,7 @@ class Form:
         query: (*lead, seq_q, head_dim).
         key: the same with seq_k rows.
         multiply: the product as it was written, of query and key.
+        factors: of each query, a learned temperature for example.
         terms: added to the scores.
         blocked: True where a query may not attend to a key.
         least: the largest number that blocked scores are set to.
@@ -74,6 +85,7 @@ class Form:
     scale: float = 1.0
     is_tanh: bool = False  # until a factor follows
     options: tuple[tuple[str, float], ...] = ()  # by their names in attention
+    factors: tuple[Term, ...] = ()
     terms: tuple[Term, ...] = ()
     blocked: tuple[Term, ...] = ()
     least: float = -math.inf
@@ -88,15 +100,18 @@ class Form:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if a tensor was written after it was recorded."""
-        terms = (*self.terms, *self.blocked)
+        terms = (*self.factors, *self.terms, *self.blocked)
         versions = *self.versions, *(term.version for term in terms)
         tensors = self.query, self.key, *(term.tensor for term in terms)
-        if tuple(map(_version, tensors)) != versions:
-            raise RuntimeError(
-                "swap: query, key and masks of attention by hand must not be written before its "
-                "scores are read, got a write; onepass.swap(model, exclude=...) leaves the module "
-                "as it is"
-            )
+        _check(versions, tuple(map(_version, tensors)))
+
+
+def _check(versions: tuple[int, ...], now: tuple[int, ...]) -> None:
+    if now != versions:
+        raise RuntimeError(
+            "swap: query, key and masks of attention by hand must not be written before its scores "
+            "are read, got a write; onepass.swap(model, exclude=...) leaves the module as it is"
+        )
 
 
 def _version(tensor: Tensor) -> int:
@@ -108,10 +123,13 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, size: torch.Size, dtype: torch.dtype) -> Scores:
+        ctx.set_materialize_grads(False)
         return Scores(size, dtype, query.device)
 
     @staticmethod
     def backward(ctx, gradient):
+        if gradient is None:  # DDP's own function around all outputs
+            return None, None, None, None
         raise RuntimeError(
             "swap: scores of attention by hand must be used by torch's functions, got an "
             "autograd.Function or compiled code; onepass.swap(model, exclude=...) leaves the "
@@ -129,7 +147,10 @@ class Scores(Tensor):
     recorder: Recorder
     before: Scores | None  # what the last step was applied to
     is_shared: bool  # a view, or followed by other scores: a write would have to reach both
+    is_taken: bool  # by a call of attention
+    is_turned: bool  # (..., keys, queries)
     numbers: Tensor | None
+    modes: tuple[bool, bool, torch.dtype]  # in which the last step was recorded
 
     @staticmethod
     def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Scores:
@@ -143,7 +164,8 @@ class Scores(Tensor):
         else:
             made = Scores(size, dtype, query.device)
         made.form, made.recorder, made.before = form, recorder, before
-        made.is_shared, made.numbers = False, None
+        made.is_shared = made.is_taken = made.is_turned = False
+        made.numbers, made.modes = None, _modes()
         return made
 
     @classmethod
@@ -166,19 +188,48 @@ class Scores(Tensor):
         args, kwargs = pytree.tree_map_only(Scores, _read_by(function), (args, kwargs or {}))
         return function(*args, **kwargs)
 
+    def is_open(self) -> bool:
+        """Whether they may be followed: they have not been read, and gradients are on as they were
+        (in the forward of an autograd.Function, whose backward would be lost, they are off)."""
+        is_whole = self.numbers is None and not self.is_turned
+        return is_whole and self.modes[0] is torch.is_grad_enabled()
+
+    def mark_taken(self) -> None:
+        """They, and what they follow from, get no gradient from the call of attention."""
+        scores: Scores | None = self
+        while scores is not None:
+            scores.is_taken, scores = True, scores.before
+
     def compute(self) -> Tensor:
         """Their real numbers: the recorded calls, as they were written."""
         if self.numbers is not None:
             return self.numbers
         if self.before is None:
             self.form.check_unchanged()
-            with self.recorder.as_recorded():
+            with _within(*self.modes):
                 self.numbers = self.form.multiply(self.form.query, self.form.key)
         else:
-            before = self.before.compute()
-            with self.recorder.as_recorded():
-                self.numbers = self.form.steps[-1](before)
+            before, step = self.before.compute(), self.form.steps[-1]
+            step.check_unchanged()
+            with _within(*self.modes):
+                self.numbers = step(before)
         return self.numbers
+
+
+def _modes() -> tuple[bool, bool, torch.dtype]:
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return torch.is_grad_enabled(), enabled, dtype
+
+
+@contextmanager
+def _within(has_gradients: bool, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """The modes in which a call was recorded, without torch functions' overrides."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.set_grad_enabled(has_gradients),
+        torch.autocast("cpu", dtype=dtype, enabled=enabled),
+    ):
+        yield
 
 
 def _read_by(function: Callable) -> Callable[[Scores], Tensor]:
@@ -201,26 +252,25 @@ class Recorder:
         self.attend = attend
         self.made = self.taken = 0
         self.reader = ""  # the first function that needed real numbers, before attention was called
-        self.has_gradients = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
         """Scores for a product of two activations, attention's result for one of probabilities and
         values; None for other products."""
+        if function in SUMS:
+            return self._sum(*args, **kwargs)
         takes_values = any(isinstance(x, Scores) for x in pytree.tree_leaves(args))
         factors = factors_of(function, args, kwargs, takes_values)
         if factors is None:
             return None
         left, right = factors.left, factors.right
         if isinstance(left, Scores):
-            if left.numbers is not None or not left.form.is_softmax or not _is_activation(right):
+            output = self._values(left, right, factors.value)
+            return None if output is None else factors.arranged(output)
+        if isinstance(right, Scores):  # values by turned probabilities
+            if not right.is_turned or factors.letters:
                 return None
-            left.form.check_unchanged()
-            output = self.attend(left, factors.value())
-            if output is None:
-                return None
-            self.taken += 1
-            return factors.arranged(output)
+            output = self._values(right.before, left, lambda: left.mT)
+            return None if output is None else output.mT.contiguous()
         if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
             return None
         if not factors.is_outer:
@@ -231,20 +281,30 @@ class Recorder:
         size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
         return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
 
+    def _values(self, scores: Scores, other: Tensor, value: Callable) -> Tensor | None:
+        """The product of probabilities and `value()`, which is made of the other factor."""
+        if not (scores.is_open() and scores.form.is_softmax and _is_activation(other)):
+            return None
+        scores.form.check_unchanged()
+        output = self.attend(scores, value())
+        if output is not None:
+            self.taken += 1
+            scores.mark_taken()
+        return output
+
+    def _sum(self, input, batch1, batch2, *, beta=1, alpha=1, out=None) -> Tensor | None:
+        """`torch.baddbmm`'s, as a product, a factor and a term."""
+        if out is not None or any(isinstance(x, Scores) for x in (input, batch1, batch2)):
+            return None
+        scores = self.product(torch.bmm, (batch1, batch2), {})
+        if scores is None:
+            return None
+        scores = scores * alpha
+        return scores + input * beta if beta else scores
+
     def was_read(self, scores: Scores, function: str) -> None:
         if not self.taken and not self.reader and (scores.form.steps or scores.form.is_softmax):
             self.reader = function
-
-    @contextmanager
-    def as_recorded(self) -> Iterator[None]:
-        """The modes in which the forward ran, without torch functions' overrides."""
-        enabled, dtype = self._autocast
-        with (
-            torch._C.DisableTorchFunction(),
-            torch.set_grad_enabled(self.has_gradients),
-            torch.autocast("cpu", dtype=dtype, enabled=enabled),
-        ):
-            yield
 
 
 def _is_activation(tensor: object) -> bool:

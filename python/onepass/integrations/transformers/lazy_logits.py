@@ -40,6 +40,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 
 from onepass import _stock
+from onepass._hooks import is_on_each_output
 from onepass._ops import small_calls
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional._internal import (
@@ -67,7 +68,6 @@ _NO_SHAPE = (
     "lazy_logits=True); use the operator that returns a new tensor, or swap without lazy_logits"
 )
 # FSDP; ModuleTracker, which FlopCounterMode has.
-_HOOKS_ON_EACH_OUTPUT = ("torch.distributed.", "torch.utils.module_tracker")
 _PLAIN = (Tensor, nn.Parameter)
 _SAMPLED = 64  # rows and columns of a weight, or up to twice as many
 
@@ -249,18 +249,9 @@ class LazyLogits(Tensor):
         raise RuntimeError(_NO_HOOK.format("their gradient"))
 
     def register_hook(self, hook: Callable):
-        if _module_of(hook).startswith(_HOOKS_ON_EACH_OUTPUT):
+        if is_on_each_output(hook):
             return super().register_hook(hook)  # the loss has it too
         raise RuntimeError(_NO_HOOK.format("a hook on their gradient"))
-
-
-def _module_of(hook: Callable) -> str:
-    """The module of a hook, also if torch has wrapped it."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    if getattr(hook, "__module__", None) == "torch.autograd.graph":  # register_multi_grad_hook
-        hook = inspect.getclosurevars(hook).nonlocals.get("fn", hook)
-    return getattr(hook, "__module__", None) or ""
 
 
 def _mapped(function: Callable, given):
