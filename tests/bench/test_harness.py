@@ -99,27 +99,35 @@ def test_variants_take_turns_and_each_follows_each():
     assert follows == {(a, b) for a in names for b in names if a != b}
 
 
+class Steady(harness.HostClock):
+    """A clock on which every function takes the time that is its attribute."""
+
+    def seconds(self, function, calls: int) -> float:
+        for _ in range(calls):
+            function()
+        return calls * function.seconds
+
+
 def test_every_variant_gets_the_same_number_of_batches_of_like_length():
     calls = {"short": 0, "long": 0}
 
     def work(name: str, seconds: float):
         def function():
             calls[name] += 1
-            end = time.perf_counter() + seconds
-            while time.perf_counter() < end:
-                pass
 
+        function.seconds = seconds
         return function
 
     timing = harness.measure_pairs(
-        {"short": work("short", 2e-5), "long": work("long", 2e-4)}, rounds=4, seconds=0
-    )
+        {"short": work("short", 2e-5), "long": work("long", 2e-4)},
+        rounds=4, seconds=0, clock=Steady(),
+    )  # fmt: skip
     assert timing.rounds == 4
     assert len(timing.times["short"]) == len(timing.times["long"]) == 4
-    assert timing.calls["short"] > timing.calls["long"] >= 1
+    assert timing.calls["short"] == pytest.approx(10 * timing.calls["long"], abs=10)
     assert calls["short"] > 4 * timing.calls["short"], "it was warmed up"
-    assert timing.median("short") >= 2e-5
-    assert timing.percentile("long", 10) <= timing.median("long") <= timing.percentile("long", 90)
+    assert timing.median("short") == pytest.approx(2e-5)
+    assert timing.median("long") == pytest.approx(2e-4)
 
 
 def test_garbage_collection_is_back_on_even_after_an_error():
