@@ -236,6 +236,30 @@ def test_models_of_transformers(name, attention):
     assert result.ok and result.dropout_off == "" and result.kernels["attention"], result
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_compiled_parts_are_compiled_afterwards(training):
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append(1) or graph.forward(*args)
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.drop = nn.Linear(32, 32), nn.Dropout(0.1)
+
+        def forward(self, x):
+            return self.drop(torch.relu(self.linear(x)))
+
+    part = torch.compile(Part(), backend=backend)
+    model = nn.Sequential(nn.LayerNorm(32), part).train(training)
+    result = verified(model, X)
+    assert result.ok and result.dropout_off == "" and bool(calls) is not training
+    calls.clear()
+    model(X)
+    assert calls == [1]
+
+
 # ---- what cannot be compared with dropout on -----------------------------------------------------
 
 

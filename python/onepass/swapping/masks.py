@@ -30,7 +30,7 @@ from onepass._ops.random import draw_seed
 from onepass.functional.attention import _autocast
 from onepass.nn.dropout import _is_channels_last
 from onepass.reference import attention, dropout
-from onepass.swapping.undisturbed import Random
+from onepass.swapping.undisturbed import Random, uncompiled
 
 _attend = torch._scaled_dot_product_attention_math
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
@@ -96,20 +96,20 @@ class Masks:
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Runs the swapped form inside."""
-        with _Dropouts(self, notes=True), _Operators(self):
+        with uncompiled(), _Dropouts(self, notes=True), _Operators(self):
             yield
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Runs stock inside."""
         self._noise = []
-        with _Dropouts(self), _Noise(self._noise):
+        with uncompiled(), _Dropouts(self), _Noise(self._noise):
             yield
 
     @contextlib.contextmanager
     def repeated_exactly(self) -> Iterator[None]:
         """Runs stock in float64 inside, with the random numbers of the last run of stock."""
-        with _Dropouts(self), _Noise(self._noise, replays=True):
+        with uncompiled(), _Dropouts(self), _Noise(self._noise, replays=True):
             yield
 
     def check(self, swapped: Random, stock: Random) -> None:

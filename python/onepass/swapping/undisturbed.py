@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -49,6 +50,17 @@ def _same_items(container, before) -> bool:
         pairs = zip(container.items(), before.items(), strict=True)
         return all(a is b and x is y for (a, x), (b, y) in pairs)
     return all(a is b for a, b in pairs)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Runs compiled code eagerly, as the block needs it for modes of torch: otherwise Dynamo would
+    never compile again what it met in one."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes long
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class Random:

@@ -42,7 +42,7 @@ from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.kernels import Kernels
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.runs import Run, distances, run
-from onepass.swapping.undisturbed import State
+from onepass.swapping.undisturbed import State, uncompiled
 from onepass.swapping.verification import (
     Calls,
     Deviation,
@@ -147,7 +147,7 @@ class _Pair:
         """How close kernels come to their bounds; empty if foreign code does not run like that."""
         kernels = Kernels()
         try:
-            with kernels:
+            with uncompiled(), kernels:
                 self._swapped()
         except Exception:
             return {}
