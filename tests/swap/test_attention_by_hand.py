@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
+from onepass._ops import small_calls
 from onepass.swapping import by_hand
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
@@ -437,6 +438,17 @@ def test_checkpoint_before_calls_that_are_not_taken(how):
     ours.blocked, ours.is_read = mask, False
     y.sum().backward()
     assert fate(ours).taken == 2  # torch stops the recomputation before its end
+
+
+def test_fewer_keys_than_columns(monkeypatch):
+    """Such calls do not gain, and run as they were written."""
+    monkeypatch.setattr(small_calls, "LEAST_KEYS", 1)
+    stock, ours = swapped(cases.Shortest)
+    for count, taken in ((4, 0), (7, 0), (12, 1), (7, 1), (8, 2)):
+        x = tokens()[:, :count]
+        assert torch.equal(ours(x), stock(x)) == (count < 8)
+        assert fate(ours).taken == taken
+        assert bool(fate(ours).reason) == (not taken)
 
 
 def test_errors_decide_nothing():

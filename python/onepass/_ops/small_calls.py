@@ -50,6 +50,8 @@ LEAST_ATTENTION = {
 # The same of a module that computes attention by hand, without a mask (Zen 5, AVX-512 with
 # bfloat16): its calls are recorded one by one.
 LEAST_BY_HAND = dict.fromkeys(_FLOATS, (1 << 25, 1 << 25))
+# Keys of its calls, by the columns of a head: with fewer, scores are smaller than the query.
+LEAST_KEYS = 1
 # Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
 # slow).
 LEAST_LINEAR = {

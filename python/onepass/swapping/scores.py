@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onepass._ops import small_calls
 from onepass.swapping.factors import SUMS, factors_of
 
+FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
 SCORES = object()  # the place of the scores among recorded arguments
 
 
@@ -251,6 +253,7 @@ class Recorder:
     def __init__(self, attend: Callable[[Scores, Tensor], Tensor | None]):
         self.attend = attend
         self.made = self.taken = 0
+        self.reason = ""  # not to record a product, or not to call attention
         self.reader = ""  # the first function that needed real numbers, before attention was called
 
     def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
@@ -276,6 +279,9 @@ class Recorder:
         if not factors.is_outer:
             return None
         query, key = factors.query_key()
+        if key.shape[-2] < small_calls.LEAST_KEYS * key.shape[-1]:
+            self.reason = FEW_KEYS
+            return None
         self.made += 1
         form = Form.of(query, key, factors.multiply)
         size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
