@@ -384,6 +384,22 @@ def test_hidden_functions_raise():
         ours(tokens()).sum().backward()
 
 
+def test_gradients_of_a_mask_alone():
+    """Scores require a gradient if only what is added to them does."""
+    seen = []
+
+    class Watched(cases.Swin):
+        def attend(self, q, k, v):
+            scores = q.detach() @ k.detach().mT
+            seen.append(scores.requires_grad)
+            seen.append((scores + self.relative).requires_grad)
+            return (scores + self.relative).softmax(-1) @ v
+
+    stock, ours = swapped(Watched)
+    assert_same(stock, ours, [tokens() for _ in range(4)])
+    assert set(seen[::2]) == {False} and set(seen[1::2]) == {True} and fate(ours).taken == 4
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", BY_HAND)
 def test_checkpoint(cls, use_reentrant):
@@ -447,6 +463,7 @@ def test_fewer_keys_than_columns(monkeypatch):
     for count, taken in ((4, 0), (7, 0), (12, 1), (7, 1), (8, 2)):
         x = tokens()[:, :count]
         assert torch.equal(ours(x), stock(x)) == (count < 8)
+        assert type(ours.attend(*ours.split(x))) is torch.Tensor
         assert fate(ours).taken == taken
         assert bool(fate(ours).reason) == (not taken)
 
