@@ -47,6 +47,7 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", {})
     monkeypatch.setattr(small_calls, "LEAST_BY_HAND", {})
     monkeypatch.setattr(small_calls, "LEAST_MASKED_BY_HAND", {})
+    monkeypatch.setattr(small_calls, "LEAST_KEYS", 0)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {})
     monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", {})
     monkeypatch.setattr(small_calls, "LEAST_GATE", {})

@@ -232,6 +232,7 @@ class SoftmaxMadeInPlace(Base):
         least = scores.new_full((), -1e9)
         scores = torch.where(self.causal[..., :tokens, :tokens].expand_as(scores), scores, least)
         scores = scores + torch.zeros_like(scores)
+        scores = scores + self.causal[0, 0, 0, :tokens].type_as(scores)
         return torch.matmul(nn.Softmax(dim=-1)(scores).to(dtype=v.dtype), v)
 
 

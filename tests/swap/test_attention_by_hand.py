@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import einsum, nn
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass._ops import small_calls
 from onepass.swapping import by_hand
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
-from tests.swap.by_hand_beside_stock import assert_same, swapped, tokens
+from tests.swap.attention_by_hand_checks import assert_same, swapped, tokens
 
 BY_HAND = [*cases.TAKEN, *cases.LEFT]
 
@@ -55,148 +55,6 @@ def test_autocast(cls):
     stock, ours = swapped(cls)
     assert_same(stock, ours, [tokens() for _ in range(4)], dtype=torch.bfloat16)
     assert fate(ours).taken == 4
-
-
-class Modes(cases.Base):
-    """Some of its calls run without gradients, or without autocast."""
-
-    without: tuple[str, ...] = ()
-    how = contextlib.nullcontext
-
-    def within(self, call: str):
-        return type(self).how() if call in self.without else contextlib.nullcontext()
-
-    def attend(self, q, k, v):
-        with self.within("product"):
-            scores = q @ k.mT
-        with self.within("softmax"):
-            self.weights = scores.softmax(-1)
-        with self.within("values"):
-            return self.weights @ v
-
-
-MODES = [("product",), ("softmax",), ("product", "softmax"), ("product", "softmax", "values")]
-
-
-OTHER_ARGUMENTS = {
-    "softmax": lambda q, k, v: torch.softmax(input=q @ k.mT, dim=-1) @ v,
-    "dtype by position": lambda q, k, v: torch.softmax(q @ k.mT, -1, torch.float32).to(v.dtype) @ v,
-    "method's dtype": lambda q, k, v: (q @ k.mT).softmax(-1, torch.float32).type_as(v) @ v,
-    "multiply": lambda q, k, v: torch.mul(input=q @ k.mT, other=0.3).softmax(-1) @ v,
-    "where": lambda q, k, v: (
-        torch.where(condition=k[..., :1].mT > -1, input=q @ k.mT, other=-1e9).softmax(-1) @ v
-    ),
-    "fill": lambda q, k, v: (
-        (q @ k.mT).masked_fill(value=-1e9, mask=k[..., :1].mT < -1).softmax(-1) @ v
-    ),
-    "values": lambda q, k, v: torch.matmul(input=(q @ k.mT).softmax(-1), other=v),
-    "train": lambda q, k, v: torch.dropout((q @ k.mT).softmax(-1), 0.0, train=True) @ v,
-    "out": lambda q, k, v: torch.add(
-        q.detach() @ k.detach().mT, v.detach()[..., :1], out=q.new_empty(*q.shape[:3], k.shape[2])
-    ).softmax(-1) @ v,
-    "softmax's out": lambda q, k, v: torch.softmax(
-        q.detach() @ k.detach().mT, -1, out=q.new_empty(*q.shape[:3], k.shape[2])
-    ) @ v,
-}  # fmt: skip
-
-
-class Other(cases.Base):
-    """Calls torch's functions with arguments by other names and places."""
-
-    call = ""
-
-    def attend(self, q, k, v):
-        if not self.call:
-            return torch.softmax(q @ k.mT, -1) @ v
-        return OTHER_ARGUMENTS[self.call](q, k, v)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("call", OTHER_ARGUMENTS)
-def test_other_arguments(call, dtype, monkeypatch):
-    monkeypatch.setattr(Other, "call", call)
-    stock, ours = swapped(Other)
-    stock, ours = stock.to(dtype), ours.to(dtype)
-    assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
-
-
-LAYOUTS = {
-    "matmul": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
-    "viewed": lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).view(-1, *v.shape[2:]),
-    "five dimensions": lambda q, k, v: (q[:, None] @ k[:, None].mT).softmax(-1) @ v[:, None],
-    "one head of keys": lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
-    "einsum": lambda q, k, v: einsum(
-        "bhij,bhjd->bhid", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
-    ),
-    "tokens first": lambda q, k, v: einsum(
-        "bhij,bhjd->bihd", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
-    ),
-    "tokens last": lambda q, k, v: einsum(
-        "bhij,bhjd->bhdi", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
-    ),
-    "heads first": lambda q, k, v: einsum(
-        "bhij,bhjd->hbid", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
-    ),
-    "channels first": lambda q, k, v: einsum(
-        "bts,bcs->bct", *(einsum("bct,bcs->bts", *(x.flatten(0, 1).mT for x in (q, k))).softmax(-1),
-                          v.flatten(0, 1).mT)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("call", LAYOUTS)
-def test_layout_of_the_output(call):
-    """It has the strides of torch's: code after it may view it in other sizes."""
-
-    class Laid(cases.Base):
-        def attend(self, q, k, v):
-            self.y = LAYOUTS[call](q, k, v)
-            return v * self.y.sum() + (0.0 if call else torch.softmax(q @ k.mT, -1) @ v)
-
-    stock, ours = swapped(Laid)
-    x = tokens()
-    stock(x), ours(x)
-    assert fate(ours).taken == 1
-    assert ours.y.stride() == stock.y.stride()
-    torch.testing.assert_close(ours.y, stock.y)
-
-
-def test_softmax_in_another_dtype():
-    found = []
-
-    class Kept(cases.Base):
-        def attend(self, q, k, v):
-            found.append(torch.softmax(q @ k.mT, -1, torch.float32))
-            return found[-1].to(v.dtype) @ v
-
-    _, ours = swapped(Kept)
-    ours.bfloat16()(tokens(dtype=torch.bfloat16))
-    assert found[0].dtype is found[0].add(0).dtype is torch.float32 and fate(ours).taken
-
-
-@pytest.mark.parametrize("without", MODES)
-def test_without_gradients_in_parts(without, monkeypatch):
-    """Query and key get a gradient only through what is computed with gradients."""
-    monkeypatch.setattr(Modes, "without", without)
-    monkeypatch.setattr(Modes, "how", torch.no_grad)
-    stock, ours = swapped(Modes)
-    assert_same(stock, ours, [tokens() for _ in range(3)])
-    assert bool(fate(ours).taken) == (len(without) == 3)
-
-
-@pytest.mark.parametrize("without", MODES)
-def test_without_autocast_in_parts(without, monkeypatch):
-    monkeypatch.setattr(Modes, "without", without)
-    monkeypatch.setattr(Modes, "how", lambda: torch.autocast("cpu", enabled=False))
-    monkeypatch.setattr(
-        Modes, "split", lambda self, x: [t.float() for t in cases.Base.split(self, x)]
-    )
-    stock, ours = swapped(Modes)
-    for module in (stock, ours):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            module(tokens())
-    assert fate(ours).taken
-    assert ours.weights.dtype is stock.weights.dtype is ours.weights.add(0).dtype
 
 
 @pytest.mark.parametrize("cls", [c for c in cases.TAKEN if c not in (cases.Alibi,)])
@@ -343,6 +201,22 @@ def test_hidden_functions_raise():
         ours(tokens()).sum().backward()
 
 
+def test_gradients_of_a_mask_alone():
+    """Scores require a gradient if only what is added to them does."""
+    seen = []
+
+    class Watched(cases.Swin):
+        def attend(self, q, k, v):
+            scores = q.detach() @ k.detach().mT
+            seen.append(scores.requires_grad)
+            seen.append((scores + self.relative).requires_grad)
+            return (scores + self.relative).softmax(-1) @ v
+
+    stock, ours = swapped(Watched)
+    assert_same(stock, ours, [tokens() for _ in range(4)])
+    assert set(seen[::2]) == {False} and set(seen[1::2]) == {True} and fate(ours).taken == 4
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", BY_HAND)
 def test_checkpoint(cls, use_reentrant):
@@ -397,6 +271,18 @@ def test_checkpoint_before_calls_that_are_not_taken(how):
     ours.blocked, ours.is_read = mask, False
     y.sum().backward()
     assert fate(ours).taken == 2  # torch stops the recomputation before its end
+
+
+def test_fewer_keys_than_columns(monkeypatch):
+    """Such calls do not gain, and run as they were written."""
+    monkeypatch.setattr(small_calls, "LEAST_KEYS", 1)
+    stock, ours = swapped(cases.Shortest)
+    for count, taken in ((4, 0), (7, 0), (12, 1), (7, 1), (8, 2)):
+        x = tokens()[:, :count]
+        assert torch.equal(ours(x), stock(x)) == (count < 8)
+        assert type(ours.attend(*ours.split(x))) is torch.Tensor
+        assert fate(ours).taken == taken
+        assert bool(fate(ours).reason) == (not taken)
 
 
 def test_errors_decide_nothing():
@@ -522,3 +408,23 @@ def test_verify():
     verdict = report.verify(tokens())
     assert verdict.ok, verdict
     assert verdict.kernels["attention"] >= 2
+
+
+@pytest.mark.parametrize(("cls", "is_masked"), [(cases.NanoGPT, True), (cases.Shortest, False)])
+def test_small_calls_run_as_written(monkeypatch, cls, is_masked):
+    """Bounds are those of modules with masks until the first call shows that there are none."""
+    masked, without = 2**12, 2**14
+    monkeypatch.setattr(small_calls, "LEAST_MASKED_BY_HAND", {torch.float32: (masked, masked)})
+    monkeypatch.setattr(small_calls, "LEAST_BY_HAND", {torch.float32: (without, without)})
+    monkeypatch.setattr(small_calls, "MOST_THREADS", 1)
+    _, ours = swapped(cls)
+    sizes = {batch: batch * cases.TOKENS**2 * cases.WIDTH for batch in (1, 4, 8)}
+    assert sizes[1] < masked < sizes[4] < without < sizes[8]
+    counts = []
+    for batch in (1, 4, 4, 8):
+        ours(tokens(batch))
+        counts.append(fate(ours).taken)
+    assert counts == ([0, 1, 2, 3] if is_masked else [0, 1, 1, 2])
+    with small_calls.all_gain():
+        ours(tokens(1))
+    assert fate(ours).taken == counts[-1] + 1

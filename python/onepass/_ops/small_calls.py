@@ -59,6 +59,8 @@ LEAST_MASKED_BY_HAND = {
     torch.bfloat16: (1 << 25, 1 << 25),
     torch.float16: (1 << 25, 1 << 25),
 }
+# Keys of its calls, by the columns of a head: with fewer, scores are smaller than the query.
+LEAST_KEYS = 1
 # Multiply-adds of a linear layer (Zen 4; float32 at AVX-512, 16 bits at AVX2, where torch's are
 # slow).
 LEAST_LINEAR = {

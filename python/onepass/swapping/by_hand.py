@@ -30,7 +30,7 @@ from onepass.swapping import probe, recorded  # noqa: F401 fills the table of Sc
 from onepass.swapping.inputs import MOST_HEAD_DIM
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.report import Change
-from onepass.swapping.scores import Form, Recorder, Scores, Term
+from onepass.swapping.scores import FEW_KEYS, Form, Recorder, Scores, Term
 
 NOTE = (
     "{names}: softmax(q k^T) v by hand, if it runs, becomes one call of attention; its first call "
@@ -122,19 +122,18 @@ class Hand(Recorder):
     def __init__(self, module: nn.Module, attend: Callable):
         super().__init__(self._attend)
         self._module, self._run = module, attend
-        self._reason = ""
 
     def _attend(self, scores: Scores, value: Tensor) -> Tensor | None:
         call = _call_of(scores.form, value)
         if isinstance(call, str):
-            self._reason = call
+            self.reason = call
             return None
         proven = _PROVEN.setdefault(type(self._module), {})
         key = _signature(scores.form, value)
         if key not in proven:
             proven[key] = _proof(scores.form, value)
         if proven[key]:
-            self._reason = proven[key]
+            self.reason = proven[key]
             return None
         found = fate(self._module)
         if found.is_masked is None:
@@ -149,13 +148,13 @@ class Hand(Recorder):
         found.idle += bool(self.made)
         if found.taken:
             found.reason = ""
-        elif self._reason:
-            found.reason = self._reason
+        elif self.reason:
+            found.reason = self.reason
         elif self.reader:
             found.reason = f"its scores are read by {self.reader}"
         elif found.idle >= _MOST_IDLE:
             found.reason = "none of its products are softmax(q k^T) v"
-        found.is_left = bool(found.reason) and found.reason not in (_NO_KEY, _EMPTY)
+        found.is_left = bool(found.reason) and found.reason not in (FEW_KEYS, _NO_KEY, _EMPTY)
 
 
 def hand(module: nn.Module, attend: Callable) -> Hand | None:

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onepass._ops import small_calls
 from onepass.swapping.factors import SUMS, factors_of
 
+FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
 SCORES = object()  # the place of the scores among recorded arguments
 
 
@@ -122,14 +124,15 @@ class _Deferred(torch.autograd.Function):
     """Gives scores `requires_grad`; code that Python cannot follow must not lose gradients."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, size: torch.Size, dtype: torch.dtype) -> Scores:
+    def forward(ctx, size: torch.Size, dtype: torch.dtype, query: Tensor, *others) -> Scores:
         ctx.set_materialize_grads(False)
+        ctx.inputs = 3 + len(others)
         return Scores(size, dtype, query.device)
 
     @staticmethod
     def backward(ctx, gradient):
         if gradient is None:  # DDP's own function around all outputs
-            return None, None, None, None
+            return (None,) * ctx.inputs
         raise RuntimeError(
             "swap: scores of attention by hand must be used by torch's functions, got an "
             "autograd.Function or compiled code; onepass.swap(model, exclude=...) leaves the "
@@ -158,11 +161,12 @@ class Scores(Tensor):
 
     @classmethod
     def of(cls, form: Form, size, dtype: torch.dtype, recorder: Recorder, before=None) -> Scores:
-        query, key = form.query, form.key
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
-            made = _Deferred.apply(query, key, size, dtype)
+        terms = (term.tensor for term in (*form.factors, *form.terms))
+        made_of = [x for x in (form.query, form.key, *terms) if x.requires_grad]
+        if torch.is_grad_enabled() and made_of:
+            made = _Deferred.apply(size, dtype, *made_of)
         else:
-            made = Scores(size, dtype, query.device)
+            made = Scores(size, dtype, form.query.device)
         made.form, made.recorder, made.before = form, recorder, before
         made.is_shared = made.is_taken = made.is_turned = False
         made.numbers, made.modes = None, _modes()
@@ -251,6 +255,7 @@ class Recorder:
     def __init__(self, attend: Callable[[Scores, Tensor], Tensor | None]):
         self.attend = attend
         self.made = self.taken = 0
+        self.reason = ""  # not to record a product, or not to call attention
         self.reader = ""  # the first function that needed real numbers, before attention was called
 
     def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
@@ -273,9 +278,12 @@ class Recorder:
             return None if output is None else output.mT.contiguous()
         if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
             return None
-        if not factors.is_outer:
+        if not factors.is_outer or self.reason == FEW_KEYS:
             return None
         query, key = factors.query_key()
+        if key.shape[-2] < small_calls.LEAST_KEYS * key.shape[-1]:
+            self.reason = FEW_KEYS
+            return None
         self.made += 1
         form = Form.of(query, key, factors.multiply)
         size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))

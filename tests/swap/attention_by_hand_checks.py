@@ -1,4 +1,4 @@
-"""Stock and swapped modules that compute attention by hand, side by side."""
+"""Checks of modules that compute attention by hand."""
 
 from __future__ import annotations
 
