@@ -35,9 +35,9 @@ def test_taken(cls):
 
 @pytest.mark.parametrize("cls", cases.TAKEN)
 def test_one_call(cls):
+    """Its first call, too: those of the proof are not the model's."""
     _, ours = swapped(cls)
     x = tokens()
-    ours(x)
     calls = onepass.explain(ours, x).calls
     assert [call["op"] for call in calls if "attention" in call["op"]] == ["attention"]
 
@@ -407,7 +407,7 @@ def test_verify():
     report = onepass.swap(model, kinds=("attention",))
     verdict = report.verify(tokens())
     assert verdict.ok, verdict
-    assert verdict.kernels["attention"] >= 2
+    assert verdict.kernels["attention"] == 2
 
 
 @pytest.mark.parametrize(("cls", "is_masked"), [(cases.NanoGPT, True), (cases.Shortest, False)])

@@ -48,6 +48,16 @@ def record() -> Iterator[list[dict]]:
             _left = [] if _enabled else None
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Drops the records of calls in the block: a proof's, which are none of the model's."""
+    _flush()
+    try:
+        yield
+    finally:
+        _take()
+
+
 def is_recording() -> bool:
     return _left is not None
 

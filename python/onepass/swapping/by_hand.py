@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 from onepass import numerics
-from onepass._ops import small_calls, tracing
+from onepass._ops import dispatch_log, small_calls, tracing
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional._internal import masked_attention
 from onepass.functional.attention import scaled_dot_product_attention
@@ -295,7 +295,7 @@ def _proof(form: Form, value: Tensor) -> str:
     seq_q, keys = form.query.shape[-2], math.prod((*form.lead, form.key.shape[-2]))
     count = max(1, min(_ROWS, seq_q, _MOST_SCORES // keys))
     # Hooks of its own: those of a checkpoint around the call count what is saved.
-    with probe.isolated(), _UNHOOKED, torch._C.DisableTorchFunction():
+    with probe.isolated(), dispatch_log.unrecorded(), _UNHOOKED, torch._C.DisableTorchFunction():
         rows = torch.linspace(0, seq_q - 1, count, device="cpu").long()
         form = _of_rows(form, rows)
         random = torch.Generator("cpu").manual_seed(7)
