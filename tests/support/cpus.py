@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,10 +72,14 @@ def mark(items: Sequence[pytest.Item]) -> None:
 
 
 def environment(machine: Machine) -> dict[str, str]:
-    """Of the tests' process."""
+    """Of the tests' process. Machines share no compiled code: torch's cache does not tell one that
+    is imitated from the real one."""
     from onepass import _C
 
     variables = {"ONEPASS_CPU_ISA": machine.level or _C.cpu_level(), **machine.variables}
+    name = next(name for name, known in MACHINES.items() if known == machine)
+    cache = Path(tempfile.gettempdir()) / f"onepass-cpus-{os.getuid()}" / name
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     if machine.vendor:
         paths = [str(OTHER_CPU), os.environ.get("PYTHONPATH", "")]
         variables["ONEPASS_TEST_VENDOR"] = machine.vendor

@@ -217,22 +217,27 @@ def test_under_autocast():
     model, stock = pair()
     batch = labelled()
 
-    def autocast(m):
+    def autocast(m, given):
         with torch.autocast("cpu", torch.bfloat16):
-            return m(**batch)
+            return m(**given)
 
-    exact = copy.deepcopy(stock).double()(**batch)
-    output, expected = autocast(model), autocast(stock)
+    output, expected = autocast(model, batch), autocast(stock, batch)
     assert waits(output.logits) and output.logits.dtype is torch.bfloat16
     assert output.loss.dtype is expected.loss.dtype
-    numerics.assert_close(output.loss, exact.loss, expected.loss)
-    ours = gradients(model, output.loss)
-    base = gradients(stock, expected.loss)
-    double = copy.deepcopy(stock).double()
-    exactly = gradients(double, double(**batch).loss)
-    for got, ref, from_stock in zip(ours, exactly, base, strict=True):
-        numerics.assert_close(got, ref, from_stock)
     assert torch.equal(output.logits + 0, expected.logits)  # read where autocast is off
+    double = copy.deepcopy(stock).double()
+    draws = []
+    for given in (batch, *(labelled() for _ in range(7))):
+        outputs = autocast(model, given), double(**given), autocast(stock, given)
+        models = model, double, stock
+        draws.append(
+            [
+                [out.loss.detach(), *gradients(m, out.loss)]
+                for m, out in zip(models, outputs, strict=True)
+            ]
+        )
+    for results in zip(*(zip(*draw, strict=True) for draw in draws), strict=True):
+        numerics.assert_close(*map(list, zip(*results, strict=True)))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
