@@ -3,9 +3,9 @@
     python -m tests.support.cpus [--only NAME ...] [arguments of pytest]
 
 A name of `MACHINES` sets what the machine looks like: to onepass (its kernels' level, the vendor),
-to torch's own kernels and to oneDNN. MKL chooses by the real CPU. Run are the tests marked
-`machine`, of the files that name a fact of the machine (`FACTS`), and those marked `isa`, unless
-the vendor alone differs, of which no kernel knows.
+to torch's own kernels and to oneDNN. MKL chooses by the real CPU, except for the baseline. Run are
+the tests marked `machine`, of the files that name a fact of the machine (`FACTS`), and those marked
+`isa`, unless the vendor alone differs, of which no kernel knows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ MACHINES = {
     "no-bfloat16-dots": Machine("avx512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}),
     "avx2": Machine("avx2", {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
     "baseline": Machine(
-        "baseline", {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+        "baseline",
+        {
+            "ATEN_CPU_CAPABILITY": "default",
+            "ONEDNN_MAX_CPU_ISA": "SSE41",
+            "MKL_CBWR": "COMPATIBLE",
+        },
     ),
     "amd": Machine("", vendor="AuthenticAMD"),
     "intel": Machine("", vendor="GenuineIntel"),
