@@ -102,7 +102,8 @@ def mlp(width: int, layers: int, norm: type[nn.Module] | None = None, dropout: f
         parts = []
         for _ in range(layers):
             parts += [nn.Linear(width, width), nn.GELU()]
-            parts += [norm(width)] * (norm is not None) + [nn.Dropout(dropout)] * (dropout > 0)
+            parts += [] if norm is None else [norm(width)]
+            parts += [nn.Dropout(dropout)] * (dropout > 0)
         return nn.Sequential(*parts)
 
     return build
