@@ -47,7 +47,7 @@ LEAST_ATTENTION = {
     torch.bfloat16: (0, 1 << 20),
     torch.float16: (0, 1 << 20),
 }
-# The same of a module that computes attention by hand (Zen 5, AVX-512 with bfloat16): its calls are
+# The same of a module that computes attention by hand (Zen 4, AVX-512 with bfloat16): its calls are
 # recorded one by one. With masks, or not known yet, it gains from fewer on.
 LEAST_BY_HAND = {
     torch.float32: (1 << 25, 1 << 25),
