@@ -64,13 +64,13 @@ def calls_of(module: nn.Module) -> Calls:
     """The calls that the forward of this module reaches, without its submodules."""
     forward = inspect.getattr_static(type(module), "forward")
     found: set[str] = set()
-    products = 0
+    read: list[types.CodeType] = []
     pending = [(function, module, _DEPTH) for function in _functions(forward)]
     seen = {id(function) for function, _, _ in pending}
     while pending and len(seen) < _MOST_FUNCTIONS:
         function, owner, depth = pending.pop()
         found |= _reads(function)
-        products += _products(function.__code__)
+        read.append(function.__code__)
         for name, values in _named(function, owner):
             found |= _classified(function, name, values)
             for value in values:
@@ -79,8 +79,8 @@ def calls_of(module: nn.Module) -> Calls:
                     if depth and id(inner) not in seen:
                         seen.add(id(inner))
                         pending.append((inner, its_owner, depth - 1))
-    if "softmax" in found and products > 1 and "opaque" not in found:
-        found.add("by_hand")
+    if "softmax" in found and not found & {"opaque", "registry"}:  # instructions take long to read
+        found |= {"by_hand"} if sum(map(_products, read)) > 1 else set()
     return Calls(*(name in found for name in Calls._fields))
 
 
@@ -143,8 +143,6 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
 
 
 def _is_softmax(value: object) -> bool:
-    if isinstance(value, functools.partial):
-        value = value.func
     return isinstance(value, nn.Softmax) or any(value is softmax for softmax in _SOFTMAX)
 
 
