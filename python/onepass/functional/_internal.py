@@ -27,23 +27,29 @@ def masked_attention(
     dropout_p: float,
     is_causal: bool,
     scale: float | None = None,
+    keeps_order: bool = True,
+    **terms: float | Tensor,
 ) -> Tensor:
     """Attention with a float and a boolean mask at once.
 
     All are four-dimensional; bias (added to the scores) and mask (True attends) broadcast to
-    (batch, heads, seq_q, seq_k), but for the last dimension. The rest is as in
+    (batch, heads, seq_q, seq_k), but for the last dimension. `keeps_order`: the output has query's
+    order of heads and seq_q in memory; else it is contiguous. The rest is as in
     `scaled_dot_product_attention`; arguments are not checked for their types.
     """
     if (
         bias is None
         and mask is None
         and dropout_p == 0.0
+        and not terms
         and device_attention.is_torchs(query, key, value)
     ):
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     query, key, value = _autocast(query, key, value)
-    options = score_options(query, scale, (-1, 0 if is_causal else -1))
+    options = score_options(query, scale, (-1, 0 if is_causal else -1), **terms)
     options |= given(bias=bias, mask=mask)
+    if not keeps_order:
+        options.pop("out_bshd", None)
     if dropout_p != 0.0:
         options["dropout_p"] = dropout_p
     return attention(query, key, value, options)[0]

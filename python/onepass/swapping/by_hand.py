@@ -25,7 +25,6 @@ from onepass import numerics
 from onepass._ops import dispatch_log, small_calls, tracing
 from onepass._ops.differentiation import are_transforms_active
 from onepass.functional._internal import masked_attention
-from onepass.functional.attention import scaled_dot_product_attention
 from onepass.swapping import probe, recorded  # noqa: F401 fills the table of Scores
 from onepass.swapping.inputs import MOST_HEAD_DIM
 from onepass.swapping.reasons import Because, Reason
@@ -116,14 +115,14 @@ def trial() -> Iterator[None]:
         yield
 
 
-class Hand(Recorder):
+class ModuleRecorder(Recorder):
     """Records one run of a module's forward, and decides on its attention."""
 
-    def __init__(self, module: nn.Module, attend: Callable):
-        super().__init__(self._attend)
-        self._module, self._run = module, attend
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self._module = module
 
-    def _attend(self, scores: Scores, value: Tensor) -> Tensor | None:
+    def attend(self, scores: Scores, value: Tensor) -> Tensor | None:
         call = _call_of(scores.form, value)
         if isinstance(call, str):
             self.reason = call
@@ -138,7 +137,7 @@ class Hand(Recorder):
         found = fate(self._module)
         if found.is_masked is None:
             found.is_masked = call.is_causal or call.mask is not None or call.bias is not None
-        output = call.run(scores.form.dropout_p, self._run)
+        output = call.run(scores.form.dropout_p)
         return output.reshape(*scores.form.lead, *output.shape[-2:])
 
     def finish(self) -> None:
@@ -157,9 +156,9 @@ class Hand(Recorder):
         found.is_left = bool(found.reason) and found.reason not in (FEW_KEYS, _NO_KEY, _EMPTY)
 
 
-def hand(module: nn.Module, attend: Callable) -> Hand | None:
+def recorder_of(module: nn.Module) -> ModuleRecorder | None:
     """A recorder for one run; None if the module is left alone."""
-    return None if fate(module).is_left else Hand(module, attend)
+    return None if fate(module).is_left else ModuleRecorder(module)
 
 
 class _Call(NamedTuple):
@@ -174,16 +173,13 @@ class _Call(NamedTuple):
     scale: float
     options: tuple[tuple[str, float], ...]
 
-    def run(self, dropout_p: float, attend: Callable) -> Tensor:
-        """`attend`: a function with the arguments of `scaled_dot_product_attention`."""
+    def run(self, dropout_p: float) -> Tensor:
+        """The output, contiguous, as torch's products are."""
         query, key, value, bias, mask, is_causal, scale, options = self
-        if bias is not None and mask is not None:
-            return masked_attention(
-                query, key, value, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal,
-                scale=scale,
-            )  # fmt: skip
-        term = mask if bias is None else bias
-        return attend(query, key, value, term, dropout_p, is_causal, scale, **dict(options))
+        return masked_attention(
+            query, key, value, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, keeps_order=False, **dict(options),
+        )  # fmt: skip
 
 
 def _call_of(form: Form, value: Tensor) -> _Call | str:
@@ -218,11 +214,14 @@ def _call_of(form: Form, value: Tensor) -> _Call | str:
             blocked = term if blocked is None else blocked | term
     if blocked is not None and _may_block_all(blocked, is_causal, query.shape[2]):
         return _NO_KEY
-    if bias is not None and blocked is not None and form.options:
-        return f"it has a {form.options[0][0]} and two kinds of masks"
     if bias is not None and bias.dtype is not dtype:
         bias = bias.float()
     mask = None if blocked is None else ~blocked
+    bias, mask = (_with_a_column_per_key(term, key.shape[2]) for term in (bias, mask))
+    shared = key.shape[1] == value.shape[1] == 1  # which the operator reads as it is
+    heads = max(query.shape[1], key.shape[1], value.shape[1])
+    query = query.expand(-1, heads, -1, -1)
+    key, value = (x if shared else x.expand(-1, heads, -1, -1) for x in (key, value))
     return _Call(query, key, value, bias, mask, is_causal, form.scale, form.options)
 
 
@@ -250,6 +249,10 @@ def _aligned(term: Term, lead: tuple[int, ...]) -> Tensor:
     if own == lead and sizes[:-1].numel() == 1 and len(lead) > 1:
         return tensor.reshape(1, sizes[-1], *size)
     return _led(tensor.expand(*own, *size), own, lead)
+
+
+def _with_a_column_per_key(term: Tensor | None, seq_k: int) -> Tensor | None:
+    return term if term is None else term.expand(*term.shape[:-1], seq_k)
 
 
 def _future(seq_q: int, seq_k: int) -> Tensor:
@@ -339,7 +342,7 @@ def _outcome(run: Callable, form: Form, qkv, upstream: Tensor) -> list[Tensor]:
 
 
 def _as_one_call(form: Form, value: Tensor) -> Tensor:
-    output = _call_of(form, value).run(0.0, scaled_dot_product_attention)
+    output = _call_of(form, value).run(0.0)
     return output.reshape(*form.lead, *output.shape[-2:])
 
 

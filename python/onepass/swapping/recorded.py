@@ -112,7 +112,7 @@ def _multiply(form: Form, scores: Scores, other) -> Form | None:
     if form.is_softmax:
         return None
     if number is None:
-        return _temper(form, scores, other)
+        return _scale_queries(form, scores, other)
     if not math.isfinite(number) or number == 0:
         return None
     if form.is_tanh:
@@ -127,7 +127,7 @@ def _multiply(form: Form, scores: Scores, other) -> Form | None:
     return replace(form, scale=form.scale * number, terms=terms, least=least)
 
 
-def _temper(form: Form, scores: Scores, other) -> Form | None:
+def _scale_queries(form: Form, scores: Scores, other) -> Form | None:
     """A factor of each query."""
     if form.is_tanh or form.options or form.terms or form.blocked or not _fits(other, scores):
         return None

@@ -40,12 +40,12 @@ class _Redirection(TorchFunctionMode):
         super().__init__()
         self._attention, self._linear = "attention" in kinds, "linear" in kinds
         self._loss = "loss" in kinds
-        self._hand = by_hand.hand(module, attend_visibly) if "attention_by_hand" in kinds else None
+        self._recorder = by_hand.recorder_of(module) if "attention_by_hand" in kinds else None
 
     def __exit__(self, error, *more):
         super().__exit__(error, *more)
-        if self._hand is not None and error is None:
-            self._hand.finish()
+        if self._recorder is not None and error is None:
+            self._recorder.finish()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -57,8 +57,8 @@ class _Redirection(TorchFunctionMode):
             ours, run = linear_where_it_gains, _multiply
         elif func is F.cross_entropy and self._loss:
             ours, run = F.cross_entropy, _cross_entropy
-        elif self._hand is not None and func in PRODUCTS:
-            output = self._hand.product(func, args, kwargs)
+        elif self._recorder is not None and func in PRODUCTS:
+            output = self._recorder.product(func, args, kwargs)
             return func(*args, **kwargs) if output is None else output
         else:
             return func(*args, **kwargs)
@@ -164,13 +164,16 @@ ARE_SMALL = {
 def redirected(forward: Callable, kinds: list[str]) -> Callable:
     """The forward with its calls of these kinds redirected, where they gain."""
 
+    def gaining_in(self, args: tuple, named: dict) -> list[str]:
+        return [kind for kind in kinds if not ARE_SMALL[kind](self, args, named)]
+
     @functools.wraps(forward)
     def run(self, *args, **named):
-        gaining = [kind for kind in kinds if not ARE_SMALL[kind](self, args, named)]
+        gaining = gaining_in(self, args, named)
         if "attention_by_hand" in gaining and by_hand.must_be_tried(self):
             with by_hand.trial(), _Redirection(gaining, self):
                 forward(self, *args, **named)
-            gaining = [kind for kind in kinds if not ARE_SMALL[kind](self, args, named)]
+            gaining = gaining_in(self, args, named)  # the trial may have left the module alone
         if not gaining:
             return forward(self, *args, **named)
         with _Redirection(gaining, self):

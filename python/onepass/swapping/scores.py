@@ -9,6 +9,7 @@ calls are made then, as they were written.
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -244,19 +245,17 @@ def _read_by(function: Callable) -> Callable[[Scores], Tensor]:
     return read
 
 
-class Recorder:
-    """The scores of one run of a forward.
+class Recorder(abc.ABC):
+    """The scores of one run of a forward."""
 
-    Args:
-        attend: takes probabilities and values, and returns their product by one call of
-            attention, or None.
-    """
-
-    def __init__(self, attend: Callable[[Scores, Tensor], Tensor | None]):
-        self.attend = attend
+    def __init__(self):
         self.made = self.taken = 0
         self.reason = ""  # not to record a product, or not to call attention
         self.reader = ""  # the first function that needed real numbers, before attention was called
+
+    @abc.abstractmethod
+    def attend(self, scores: Scores, value: Tensor) -> Tensor | None:
+        """The product of probabilities and values by one call of attention, or None."""
 
     def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
         """Scores for a product of two activations, attention's result for one of probabilities and
