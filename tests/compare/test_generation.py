@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from onepass import cli
-from onepass.bench.harness import Timing
+from onepass.bench.harness import HostClock, Timing
 from onepass.compare import generation
 
 HERE = "tests.compare.test_generation"
@@ -58,13 +58,26 @@ def layers():
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
 
 
+class ByTokens(HostClock):
+    """A clock on which a call takes a second a token, or always the same."""
+
+    def __init__(self, counts: bool = True):
+        self.counts = counts
+
+    def seconds(self, function, calls: int) -> float:
+        for _ in range(calls):
+            function()
+        return calls * float(function.args[0] if self.counts else 1)
+
+
 def compare(capsys, *arguments: str) -> tuple[int, str, str]:
     code = cli.main(["compare", "--quick", "--pairs", "2", *arguments])
     return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("function", ["writer", "writer_of_a_tensor"])
-def test_prefill_and_decoding(capsys, function):
+def test_prefill_and_decoding(capsys, monkeypatch, function):
+    monkeypatch.setattr(generation, "clock_of", lambda device: ByTokens())
     code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:{function}", "--json")
     found = json.loads(out)
     assert code == 0 and found["settings"]["generate"] == 5
@@ -75,10 +88,18 @@ def test_prefill_and_decoding(capsys, function):
     for phase in phases.values():
         assert list(phase["variants"]) == ["stock", "swapped"]
         swapped = phase["variants"]["swapped"]
-        assert swapped["ms"]["median"] > 0 and swapped["tokens_per_second"] > 0
-        assert swapped["ratio_to_stock"]["low"] <= swapped["ratio_to_stock"]["median"]
+        assert swapped["ratio_to_stock"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert phases["prefill"]["variants"]["stock"]["tokens_per_second"] == 12
+    assert phases["decode"]["variants"]["stock"]["tokens_per_second"] == 2
     assert found["generation"]["same"] == {"swapped": 1.0}
     assert found["generation"]["swap_report"]["swapped"][0]["name"] == "norm"
+
+
+def test_too_few_tokens(capsys, monkeypatch):
+    """No rate is made of a difference that is not there."""
+    monkeypatch.setattr(generation, "clock_of", lambda device: ByTokens(counts=False))
+    code, out, error = compare(capsys, "--generate", "5", "--model", f"{HERE}:writer")
+    assert code == 2 and "--generate must be more tokens than these 5" in error and not out
 
 
 def test_without_generate(capsys):

@@ -76,13 +76,13 @@ def mark(items: Sequence[pytest.Item]) -> None:
             item.add_marker("machine")
 
 
-def environment(machine: Machine) -> dict[str, str]:
+def environment(name: str) -> dict[str, str]:
     """Of the tests' process. Machines share no compiled code: torch's cache does not tell one that
     is imitated from the real one."""
     from onepass import _C
 
+    machine = MACHINES[name]
     variables = {"ONEPASS_CPU_ISA": machine.level or _C.cpu_level(), **machine.variables}
-    name = next(name for name, known in MACHINES.items() if known == machine)
     cache = Path(tempfile.gettempdir()) / f"onepass-cpus-{os.getuid()}" / name
     variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     if machine.vendor:
@@ -110,7 +110,7 @@ def main() -> int:
         print(f"\n== {name}", flush=True)
         start = time.perf_counter()
         command = [sys.executable, "-m", "pytest", "-q", "-m", machine.marks]
-        run = subprocess.run([*command, *(rest or ["tests"])], cwd=ROOT, env=environment(machine))
+        run = subprocess.run([*command, *(rest or ["tests"])], cwd=ROOT, env=environment(name))
         failed |= run.returncode != 0
         verdict = "passed" if run.returncode == 0 else f"FAILED (exit code {run.returncode})"
         results[name] = f"{verdict}, {time.perf_counter() - start:.0f} s"

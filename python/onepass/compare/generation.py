@@ -1,9 +1,9 @@
 """`onepass compare --generate N`: inference, stock and swapped, in eval mode and without gradients.
 
 A model with `generate`, as transformers' have, continues the prompts of its batch greedily by N
-tokens. The time for a single token is that of the prefill; what N tokens take longer is that of
-decoding. All other models are called on their batch: that is the whole measurement. Variants share
-their parameters and take turns. Beside stock and swapped there are attached, where
+tokens. The median time for a single token is that of the prefill; what N tokens take longer is that
+of decoding. All other models are called on their batch: that is the whole measurement. Variants
+share their parameters and take turns. Beside stock and swapped there are attached, where
 `onepass.integrations.transformers.attach` takes the model, and with ``--compile`` both compiled.
 
 ``--json`` writes one object like that of `onepass compare`, with ``generation`` in place of the
@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -204,7 +205,13 @@ def _prefill_and_decode(
         }
     )
     ones, whole = ({n: timing.times[f"{which} {n}"] for n in names} for which in "1N")
-    decode = {n: [max(b - a, 1e-9) for a, b in zip(ones[n], whole[n], strict=True)] for n in names}
+    first = {n: statistics.median(ones[n]) for n in names}
+    decode = {n: [seconds - first[n] for seconds in whole[n]] for n in names}
+    if min(map(min, decode.values())) <= 0.0:
+        raise BadInput(
+            f"--generate must be more tokens than these {count}, whose decoding takes no longer "
+            "than runs differ"
+        )
     once, none = dict.fromkeys(names, 1), dict.fromkeys(names, 0.0)
     return {
         "prefill": (Timing(ones, once, none), tokens),
