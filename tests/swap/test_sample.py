@@ -1,5 +1,6 @@
 """`swap(sample=)`: what gains on a batch is swapped, by a clock that counts given costs."""
 
+import itertools
 import sys
 
 import pytest
@@ -44,7 +45,7 @@ def costs(monkeypatch):
 
     A batch of calls takes the sum of the costs of the modules that it calls.
     """
-    table = {"cost": lambda module: FASTER, "all": 0.0, "sum": 0.0}
+    table = {"cost": lambda module: FASTER, "all": lambda: 0.0, "sum": 0.0}
 
     def count(module, args):
         if isinstance(module, Swapped):
@@ -52,7 +53,7 @@ def costs(monkeypatch):
         elif isinstance(module, (nn.LayerNorm, nn.Dropout, nn.MultiheadAttention)):
             table["sum"] += STOCK_COST
         elif isinstance(module, Net) and isinstance(module.large.norm, Swapped):
-            table["sum"] += table["all"]
+            table["sum"] += table["all"]()
 
     def seconds(self, function, calls):
         table["sum"] = 0.0
@@ -124,9 +125,11 @@ def test_no_difference_is_no_gain(costs):
     assert not report.swapped and classes == [type(module) for module in model.modules()]
 
 
-def test_what_loses_together_is_left_out(costs):
-    """Every norm gains alone; a model that holds them takes longer."""
-    costs["all"] = 1.0
+@pytest.mark.parametrize("shares", [(0.95, 1.03), (1e3,)], ids=["no difference", "loss"])
+def test_what_gains_nothing_together_is_left_out(costs, shares):
+    """Every norm gains alone; a model that holds them has other costs, shares of the gain."""
+    turns = itertools.cycle(shares)
+    costs["all"] = lambda: next(turns) * 3 * (STOCK_COST - FASTER)
     model = Net()
     report = onepass.swap(model, sample=batch(), kinds="norm")
     assert not report.swapped
