@@ -48,7 +48,11 @@ def result_of(model: str, dropouts=(0.1, 0.0), alike=ALIKE[:1]) -> Result:
         speeds=[_speed(dropout, alike) for dropout in dropouts],
         sameness=[_training(dropout) for dropout in dropouts],
         optimizers=optimizers,
-        swap_report={"swapped": [{"kind": "norm"}, {"kind": "attention"}]},
+        swap_report={
+            "swapped": [{"kind": "norm"}, {"kind": "attention"}],
+            "skipped": [],
+            "unknown": [],
+        },  # fmt: skip
         seconds=512.0,
     )
 

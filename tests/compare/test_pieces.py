@@ -26,6 +26,7 @@ from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products
 from onepass.compare.user_model import loss_of, tokens_in
 from onepass.compare.workload import GptWorkload
+from onepass.swapping.reasons import Reason
 from tests.compare.cases import TINY, FakeClock, settings_of, tokens
 
 
@@ -287,9 +288,11 @@ def compared(ratio=2.0, *, swapped=(2.0, 1.0), left_out=False):
     )
 
 
-def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, optimizer=None):
+def result(
+    ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, other="norm", optimizer=None
+):
     spent = {phase: dict.fromkeys(PARTS, 0.0) for phase in attribution.PHASES}
-    spent["forward"] |= {"linear": linear, "norm": 1 - linear}
+    spent["forward"] |= {"linear": linear, other: 1 - linear}
     variant = measure.Variant(spent, 1, 1, None)
     speeds = [
         measure.Speed(
@@ -301,7 +304,7 @@ def result(ratio, *phases, dropouts=(0.0,), kinds=("norm",), linear=0.6, optimiz
         )
         for dropout in dropouts
     ]
-    swap_report = {"swapped": [{"kind": kind} for kind in kinds]}
+    swap_report = {"swapped": [{"kind": kind} for kind in kinds], "skipped": [], "unknown": []}
     return report.Result(
         settings_of(), {}, "text", 1, speeds, list(phases or [sameness((2.0, 1.0))]),
         optimizer or compared(left_out=True), swap_report, 1,
@@ -355,6 +358,16 @@ def test_share_of_a_step_has_this_optimizer_in_it():
     assert outcome.share_of_step("torch fused") == 1 / 10
     assert outcome.share_of_step("torch default") == 6 / 15
     assert outcome.share_of_step("onepass") == 0.5 / 9.5
+
+
+@pytest.mark.parametrize("section", ["skipped", "unknown"])
+def test_verdict_names_attention_by_hand_that_was_left(section):
+    reason = {"skipped": Reason.BY_HAND, "unknown": Reason.BY_HAND_ELSEWHERE}[section]
+    entries = [{"reason": why.because("read by max")} for why in (reason, reason, Reason.HOOKS)]
+    outcome = result(1.32, linear=0.3, other="attention")
+    assert report.verdict(outcome).endswith("attention, 70 %; linear layers, 30 %.")
+    outcome.swap_report[section] = entries
+    assert "Not accelerated: 2 x softmax(q k^T) v by hand, 70 %; linear" in report.verdict(outcome)
 
 
 @pytest.mark.parametrize(

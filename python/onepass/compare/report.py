@@ -17,6 +17,7 @@ from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
+from onepass.swapping.reasons import Reason
 
 SCHEMA_VERSION = 1
 SAME = {True: "same", False: "different", None: "cannot tell"}
@@ -171,11 +172,23 @@ def verdict(result: Result) -> str:
         stock = _stock_runs(phase.stock_gap) if not gaps else f"stock runs {short(phase.stock_gap)}"
         gaps.append(f"{short(phase.gap)}{with_dropout(phase.dropout)} ({stock}{outside})")
     rest = not_accelerated(result).items()
-    shares = [f"{part_label(part)}, {_range(share)}" for part, share in rest]
+    shares = [f"{_left_part(result, part)}, {_range(share)}" for part, share in rest]
     tail = "" if result.swap_report["swapped"] else " Nothing was swapped."
     tail += f" Not accelerated: {'; '.join(shares)}." if shares else ""
     sameness = f"{_TRAINING[result.same]}: losses {_DIFFER} {', '.join(gaps)}"
     return f"{', '.join(speeds)}; {sameness}.{tail}{_optimizer_sentence(result)}"
+
+
+def _left_part(result: Result, part: str) -> str:
+    """The name of a part that is not accelerated; attention's with how many modules compute it by
+    hand."""
+    left = result.swap_report["skipped"] + result.swap_report["unknown"]
+    count = sum(
+        entry["reason"].kind in (Reason.BY_HAND, Reason.BY_HAND_ELSEWHERE) for entry in left
+    )
+    if part != "attention" or not count:
+        return part_label(part)
+    return f"{count} x softmax(q k^T) v by hand"
 
 
 def _times_faster(interval: Interval) -> tuple[str, str]:
