@@ -77,6 +77,46 @@ def test_other_arguments(call, dtype, monkeypatch):
     assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
 
 
+def test_a_view_in_another_dtype():
+    class Bits(cases.Base):
+        def attend(self, q, k, v):
+            self.bits = (q @ k.mT).view(torch.int32)
+            return torch.softmax(q @ k.mT, -1) @ v
+
+    stock, ours = swapped(Bits)
+    x = tokens()
+    stock(x), ours(x)
+    assert torch.equal(ours.bits, stock.bits)
+
+
+TENSORS_BY_NAME = {
+    "fill": lambda scores, mask, bias: scores.masked_fill(mask=mask, value=-1e9),
+    "subtract": lambda scores, mask, bias: scores.sub(other=bias),
+}
+
+
+@pytest.mark.parametrize("call", TENSORS_BY_NAME)
+def test_tensors_by_name(call):
+    """In more rows than a proof has, of a wider dtype, and written to before a read."""
+
+    class Named(cases.Base):
+        def attend(self, q, k, v):
+            count = q.shape[2]
+            self.mask = ~self.causal[..., :count, :count]
+            self.bias = self.mask.float()
+            scores = TENSORS_BY_NAME[call](q @ k.mT, self.mask, self.bias)
+            self.weights = scores.softmax(-1)
+            return self.weights.to(v.dtype) @ v
+
+    stock, ours = swapped(Named)
+    stock, ours = stock.bfloat16(), ours.bfloat16()
+    assert_same(stock, ours, torch.randn(8, 2, 40, cases.WIDTH, dtype=torch.bfloat16))
+    assert fate(ours).taken == 8 and ours.weights.dtype is stock.weights.dtype
+    (ours.mask if call == "fill" else ours.bias).zero_()
+    with pytest.raises(RuntimeError, match="must not be written before its scores are read"):
+        ours.weights.sum()
+
+
 LAYOUTS = {
     "matmul": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
     "viewed": lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).view(-1, *v.shape[2:]),

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
 
 from onepass import numerics
 from onepass._ops import dispatch_log, small_calls, tracing
@@ -282,7 +281,8 @@ def _may_block_all(blocked: Tensor, is_causal: bool, seq_q: int) -> bool:
 def _signature(form: Form, value: Tensor) -> tuple:
     """What a proof is of."""
     steps = tuple(
-        (step.function.__name__, step.kind, *(_kind(x) for x in step.args)) for step in form.steps
+        (step.function.__name__, step.kind, *map(_kind, (*step.args, *step.kwargs.values())))
+        for step in form.steps
     )
     return steps, form.query.dtype, value.dtype, len(form.lead), form.query.dim(), value.dim()
 
@@ -374,22 +374,11 @@ def _of_rows(form: Form, rows: Tensor) -> Form:
         factors=of_terms(form.factors),
         terms=of_terms(form.terms),
         blocked=of_terms(form.blocked),
-        steps=tuple(step._replace(args=tree_map(chosen, step.args)) for step in form.steps),
+        steps=tuple(step.map(chosen) for step in form.steps),
     )
 
 
 def _in_double(form: Form) -> Form:
-    """The form in float64: its casts change nothing."""
-
-    def exact(leaf: object) -> object:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.double() if is_float else leaf
-
-    steps = [
-        step._replace(args=tree_map(exact, step.args), kwargs=dict(step.kwargs) | {"dtype": None})
-        if "dtype" in step.kwargs
-        else step._replace(args=tree_map(exact, step.args))
-        for step in form.steps
-        if step.kind != "cast"
-    ]
+    """The form in float64, without its casts."""
+    steps = (step.map(probe.in_double) for step in form.steps if step.kind != "cast")
     return replace(form, steps=tuple(steps))

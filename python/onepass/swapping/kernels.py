@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onepass import numerics
 from onepass._ops import dispatch_log
 from onepass._ops.decomposition import FORMULAS
+from onepass.swapping.probe import in_double
 from onepass.swapping.verification import distance, largest_of
 
 _MOST_CALLS = 4  # of each operator
@@ -67,7 +68,7 @@ def _errors(func, args, kwargs, result) -> tuple[float, float, float] | None:
         with torch.no_grad(), torch.autocast(device, enabled=False):
             exact, plain = (
                 formula(*given, **named)
-                for given, named in (pytree.tree_map(_double, (args, kwargs)), (args, kwargs))
+                for given, named in (pytree.tree_map(in_double, (args, kwargs)), (args, kwargs))
             )
             exact, plain = (x if isinstance(x, Tensor) else x[0] for x in (exact, plain))
     except (RuntimeError, TypeError):  # no formula for these arguments: it has no result either
@@ -77,13 +78,6 @@ def _errors(func, args, kwargs, result) -> tuple[float, float, float] | None:
     if first.dtype is torch.float64:
         ulp = numerics.FLOAT64_RELATIVE
     return distance(first, exact) / size, distance(plain, exact) / size, ulp
-
-
-def _double(leaf):
-    if isinstance(leaf, torch.dtype):
-        return torch.float64
-    is_floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.double() if is_floating else leaf
 
 
 def _has_room(func, args, kwargs) -> bool:

@@ -176,7 +176,7 @@ class _Probe:
         output = self._original(*tensors)[0]
         errors = {}
         for self.kind, self.weight_offset in _FORMULAS:
-            ref = self._formula(*map(_double, tensors))[0]
+            ref = self._formula(*map(in_double, tensors))[0]
             errors[self.kind, self.weight_offset] = distance(output, ref)
         (kind, offset), error = min(errors.items(), key=lambda item: item[1])
         if not error < most:
@@ -198,7 +198,7 @@ class _Probe:
             original = self._original(*tensors)
             out_dtype = original[0].dtype
             ours = self._ours(out_dtype, tensors, where)
-            ref = self._formula(*map(_double, tensors))
+            ref = self._formula(*map(in_double, tensors))
             draws.append((ours, original, ref, self._formula(*tensors)))
         for index, name in enumerate(_OUTPUTS):
             if draws[0][0][index] is None:
@@ -409,8 +409,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _double(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.double()
+def in_double(argument: object) -> object:
+    """An argument in float64: a floating tensor, or a dtype; others as they are."""
+    if isinstance(argument, torch.dtype):
+        return torch.float64
+    is_floating = isinstance(argument, Tensor) and argument.is_floating_point()
+    return argument.double() if is_floating else argument
 
 
 def distance(output: Tensor, ref: Tensor) -> float:

@@ -78,11 +78,10 @@ def _recorded(take: Callable) -> Callable:
         form = take(scores.form, scores, *args, **kwargs)
         if form is None:
             return None
-        dtype = scores.dtype
-        tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
+        step, dtype = Step(function, (SCORES, *args), kwargs), scores.dtype
+        tensors = [x for x in step.tensors() if x.dim()]
         if tensors and not is_written:
             dtype = torch.promote_types(dtype, tensors[0].dtype)
-        step = Step(function, (SCORES, *args), kwargs)
         return _next(scores, form, step, dtype=dtype, is_written=is_written)
 
     return record
@@ -239,9 +238,11 @@ def _view(function, scores, *args, **kwargs):
     """Other leading dimensions."""
     if not _is_open(scores):
         return None
+    like = torch.empty(scores.shape, dtype=scores.dtype, device="meta")
     with torch._C.DisableTorchFunction():
-        size = function(torch.empty(scores.shape, device="meta"), *args, **kwargs).shape
-    if len(size) < 3 or size[-2:] != scores.shape[-2:]:
+        result = function(like, *args, **kwargs)
+    size = result.shape
+    if len(size) < 3 or size[-2:] != scores.shape[-2:] or result.dtype is not scores.dtype:
         return None
     form = replace(scores.form, lead=tuple(size[:-2]))
     step = Step(function, (SCORES, *args), kwargs, "view", form.lead)

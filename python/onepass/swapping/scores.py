@@ -36,7 +36,7 @@ class Step(NamedTuple):
     kwargs: dict
     kind: str = ""
     lead: tuple[int, ...] = ()  # the leading sizes after a view
-    versions: tuple[int, ...] = ()  # of the tensors among args
+    versions: tuple[int, ...] = ()  # of its tensors
 
     def recorded(self) -> Step:
         return self._replace(versions=self._versions())
@@ -45,13 +45,19 @@ class Step(NamedTuple):
         _check(self.versions, self._versions())
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(_version(x) for x in self.args if isinstance(x, Tensor))
+        return tuple(map(_version, self.tensors()))
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
+
+    def map(self, change: Callable) -> Step:
+        """The step with `change` applied to each of its arguments."""
+        kwargs = {name: change(value) for name, value in self.kwargs.items()}
+        return self._replace(args=tuple(map(change, self.args)), kwargs=kwargs)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        args, kwargs = pytree.tree_map(
-            lambda leaf: scores if leaf is SCORES else leaf, (self.args, self.kwargs)
-        )
-        return self.function(*args, **kwargs)
+        args = (scores if x is SCORES else x for x in self.args)
+        return self.function(*args, **self.kwargs)
 
 
 class Term(NamedTuple):
