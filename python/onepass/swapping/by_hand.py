@@ -56,21 +56,21 @@ def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
     return known.is_left or small_calls.attention_by_hand_is_small(module, args, is_masked)
 
 
-def found(
+def fates(
     model: nn.Module | None, changes: Iterable[Change]
 ) -> tuple[dict[str, Because], list[str]]:
-    """(modules of a report that compute nothing else by hand than what is left alone, with the
-    reason; names of those that have not run yet)."""
+    """(why modules of a report are left alone, by name, if they call no attention of torch's
+    either; names of modules that have not run yet)."""
     left, waiting = {}, []
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}
     for module, _, swapped, _ in changes:
         calls = getattr(swapped, "_onepass_spec", ())
         if "attention_by_hand" not in calls or id(module) not in names:
             continue
-        found = fate(module)
-        if found.reason and not found.taken and "attention" not in calls:
-            left[names[id(module)]] = Reason.BY_HAND.because(found.reason)
-        elif not found.reason and not found.taken:
+        known = fate(module)
+        if known.reason and not known.taken and "attention" not in calls:
+            left[names[id(module)]] = Reason.BY_HAND.because(known.reason)
+        elif not known.reason and not known.taken:
             waiting.append(names[id(module)])
     return left, waiting
 
@@ -84,7 +84,7 @@ class Fate:
 
     def __init__(self):
         self.taken = self.idle = 0
-        self.reason = ""
+        self.reason = ""  # why it was not taken
         self.is_left = False
         self.is_masked: bool | None = None  # in the first call that was taken
 
@@ -133,31 +133,26 @@ class ModuleRecorder(Recorder):
         if proven[key]:
             self.reason = proven[key]
             return None
-        found = fate(self._module)
-        if found.is_masked is None:
-            found.is_masked = call.is_causal or call.mask is not None or call.bias is not None
+        known = fate(self._module)
+        if known.is_masked is None:
+            known.is_masked = call.is_causal or call.mask is not None or call.bias is not None
         output = call.run(scores.form.dropout_p)
         return output.reshape(*scores.form.lead, *output.shape[-2:])
 
     def finish(self) -> None:
         """At the end of the forward."""
-        found = fate(self._module)
-        found.taken += self.taken
-        found.idle += bool(self.made)
-        if found.taken:
-            found.reason = ""
+        known = fate(self._module)
+        known.taken += self.taken
+        known.idle += bool(self.made)
+        if known.taken:
+            known.reason = ""
         elif self.reason:
-            found.reason = self.reason
+            known.reason = self.reason
         elif self.reader:
-            found.reason = f"its scores are read by {self.reader}"
-        elif found.idle >= _MOST_IDLE:
-            found.reason = "none of its products are softmax(q k^T) v"
-        found.is_left = bool(found.reason) and found.reason not in (FEW_KEYS, _NO_KEY, _EMPTY)
-
-
-def recorder_of(module: nn.Module) -> ModuleRecorder | None:
-    """A recorder for one run; None if the module is left alone."""
-    return None if fate(module).is_left else ModuleRecorder(module)
+            known.reason = f"its scores are read by {self.reader}"
+        elif known.idle >= _MOST_IDLE:
+            known.reason = "none of its products are softmax(q k^T) v"
+        known.is_left = known.reason not in ("", FEW_KEYS, _NO_KEY, _EMPTY)
 
 
 class _Call(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,16 +16,21 @@ from onepass._hooks import is_on_each_output
 from onepass.swapping.factors import PRODUCTS
 from onepass.swapping.scores import SCORES, Form, Scores, Step, Term, dtype_after
 
-# The largest number that a score is set to where a key is blocked; a larger one is no mask.
-LEAST_BLOCKING = -1e4
+LARGEST_FILL = -1e4  # that blocks a key: a score set to a larger number is no mask
 
 
 def _next(
     scores: Scores, form: Form, step: Step, *, dtype=None, size=None, is_written: bool = False
 ) -> Scores:
-    """Scores after a step; with `is_written` the same object."""
+    """Scores after a step; with `is_written` the same object.
+
+    Their dtype is that of the scores, or a wider one of the step's tensors.
+    """
     form = replace(form, steps=(*scores.form.steps, step.recorded()))
-    size, dtype = scores.shape if size is None else size, dtype or scores.dtype
+    if dtype is None:
+        dtypes = (x.dtype for x in step.tensors() if x.dim() and not is_written)
+        dtype = functools.reduce(torch.promote_types, dtypes, scores.dtype)
+    size = scores.shape if size is None else size
     made = Scores.of(form, size, dtype, scores.recorder, scores)
     if not is_written:
         scores.is_shared = True
@@ -78,11 +84,8 @@ def _recorded(take: Callable) -> Callable:
         form = take(scores.form, scores, *args, **kwargs)
         if form is None:
             return None
-        step, dtype = Step(function, (SCORES, *args), kwargs), scores.dtype
-        tensors = [x for x in step.tensors() if x.dim()]
-        if tensors and not is_written:
-            dtype = torch.promote_types(dtype, tensors[0].dtype)
-        return _next(scores, form, step, dtype=dtype, is_written=is_written)
+        step = Step(function, (SCORES, *args), kwargs)
+        return _next(scores, form, step, is_written=is_written)
 
     return record
 
@@ -119,11 +122,11 @@ def _multiply(form: Form, scores: Scores, other) -> Form | None:
             return None
         options = (*form.options, ("softcap", number))
         return replace(form, is_tanh=False, options=options, scale=number * form.scale)
-    least = form.least * number if form.blocked else form.least
-    if form.options or (form.blocked and not least <= LEAST_BLOCKING):
+    fill = form.fill * number if form.blocked else form.fill
+    if form.options or (form.blocked and not fill <= LARGEST_FILL):
         return None
     terms = tuple(Term.of(term.tensor * number, term.lead) for term in form.terms)
-    return replace(form, scale=form.scale * number, terms=terms, least=least)
+    return replace(form, scale=form.scale * number, terms=terms, fill=fill)
 
 
 def _scale_queries(form: Form, scores: Scores, other) -> Form | None:
@@ -161,12 +164,12 @@ def _subtract(form: Form, scores: Scores, other, *, alpha=1) -> Form | None:
 
 def _fill(form: Form, scores: Scores, mask, value) -> Form | None:
     number = _number(value, scores)
-    if form.is_softmax or form.is_tanh or number is None or not number <= LEAST_BLOCKING:
+    if form.is_softmax or form.is_tanh or number is None or not number <= LARGEST_FILL:
         return None
     if not _fits(mask, scores) or mask.dtype is not torch.bool:
         return None
-    least = max(form.least, number)
-    return replace(form, blocked=(*form.blocked, Term.of(mask, form.lead)), least=least)
+    blocked = (*form.blocked, Term.of(mask, form.lead))
+    return replace(form, blocked=blocked, fill=max(form.fill, number))
 
 
 def _where(function, condition, input, other, **kwargs):

@@ -67,7 +67,7 @@ class Report:
         ones; returns the notes, with one on modules whose is not known yet."""
         from onepass.swapping import by_hand
 
-        left, waiting = by_hand.found(self._model, self._changes)
+        left, waiting = by_hand.fates(self._model, self._changes)
         for entry in [entry for entry in self.swapped if entry["name"] in left]:
             if entry["kind"] == "attention":
                 self.swapped.remove(entry)

@@ -83,7 +83,7 @@ class Form:
         factors: of each query, a learned temperature for example.
         terms: added to the scores.
         blocked: True where a query may not attend to a key.
-        least: the largest number that blocked scores are set to.
+        fill: the largest number that blocked scores are set to.
     """
 
     query: Tensor
@@ -97,7 +97,7 @@ class Form:
     factors: tuple[Term, ...] = ()
     terms: tuple[Term, ...] = ()
     blocked: tuple[Term, ...] = ()
-    least: float = -math.inf
+    fill: float = -math.inf
     is_softmax: bool = False
     dropout_p: float = 0.0
     steps: tuple[Step, ...] = ()
