@@ -21,11 +21,11 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
 import onepass.functional
 from onepass import _stock
 from onepass._ops import small_calls
+from onepass._overrides import visibly
 from onepass._refusals import or_torchs
 from onepass.nn._parts import all_modules_have_hooks, forward_of, is_untouched
 from onepass.reference import group_norm as reference
@@ -106,10 +106,8 @@ def _fused(norm: nn.Module, activation: nn.Module, x):
         return _composed(norm, activation, x)
 
     def ours(norm: nn.Module, activation: nn.Module, x) -> Tensor:
-        function, arguments = onepass.functional.group_norm, (x, norm.num_groups, weight, bias, eps)
-        if not torch.compiler.is_compiling() and has_torch_function((x,)):
-            return handle_torch_function(function, (x,), *arguments, activation="silu")
-        return function(*arguments, activation="silu")
+        arguments = (x, norm.num_groups, weight, bias, eps)
+        return visibly(onepass.functional.group_norm, *arguments, activation="silu")
 
     return or_torchs(ours, _composed, norm, activation, x)
 

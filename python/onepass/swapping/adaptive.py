@@ -29,7 +29,7 @@ from onepass._refusals import is_number, or_torchs
 from onepass.nn._parts import all_modules_have_hooks, forward_of, has_hooks, is_untouched
 from onepass.reference import norm as reference
 from onepass.swapping import probe
-from onepass.swapping.classes import Swapped, _elsewhere
+from onepass.swapping.classes import Swapped, run_original
 from onepass.swapping.inputs import is_plain
 from onepass.swapping.reasons import Because, Reason, replaced_forward
 from onepass.swapping.specs import AdaptiveSpec
@@ -132,7 +132,7 @@ class AdaptiveForward(Swapped):
         if not isinstance(self, Swapped):  # a wrapper holds this after `unswap`
             return _stock.original(self).forward(self, *args, **named)
         if args and isinstance(args[0], torch.fx.Proxy):
-            return _elsewhere(self, self._onepass_original.forward, *args, **named)
+            return run_original(self, self._onepass_original.forward, *args, **named)
         run, _ = FORMS[self._onepass_spec.form]
         return run(self, _fused, *args, **named)
 

@@ -95,7 +95,7 @@ def attributes_read(module: nn.Module) -> set[str]:
         code = getattr(function, "__code__", None)
         if code is None:
             return set(own)
-        new = _names(code) - names
+        new = names_of(code) - names
         names |= new
         pending += [value for name in new for value in _methods(module, name)]
         if hasattr(function, "__wrapped__"):
@@ -170,7 +170,7 @@ def _products(code: types.CodeType) -> int:
 def _reads(function: types.FunctionType) -> set[str]:
     """The kinds of `_FUNCTIONS` that some expression in the code evaluates to, under any module
     alias."""
-    names, variables = _names(function.__code__), function.__globals__
+    names, variables = names_of(function.__code__), function.__globals__
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     local = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
     known = (*map(variables.get, names), *local.values())
@@ -217,7 +217,7 @@ def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
     """Every name in a function's code, with its possible values."""
     code = function.__code__
     variables = function.__globals__
-    names = _names(code)
+    names = names_of(code)
     bases = type(owner).__mro__
     inherited = "super" in names or any(variables.get(n) is cls for n in names for cls in bases)
     for name in names:
@@ -231,12 +231,12 @@ def _named(function: types.FunctionType, owner) -> Iterator[tuple[str, list]]:
         yield "", [value]
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_of(code: types.CodeType) -> set[str]:
     """Globals and attributes that code uses, including code of functions defined in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names |= names_of(constant)
     return names
 
 

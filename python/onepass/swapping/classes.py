@@ -63,7 +63,7 @@ class LayerNormForward(Swapped):
             if is_for_norm(input, weight, bias, eps):
                 given = (input, self.normalized_shape, weight, bias, eps)
                 return or_torchs(onepass.functional.layer_norm, F.layer_norm, *given)
-        return _elsewhere(self, torch.nn.LayerNorm.forward, input)
+        return run_original(self, torch.nn.LayerNorm.forward, input)
 
 
 class RMSNormForward(Swapped):
@@ -73,7 +73,7 @@ class RMSNormForward(Swapped):
         if is_plain(x) and (self.eps is None or is_number(self.eps)):
             given = (x, self.normalized_shape, self.weight, self.eps)
             return or_torchs(onepass.functional.rms_norm, F.rms_norm, *given)
-        return _elsewhere(self, torch.nn.RMSNorm.forward, x)
+        return run_original(self, torch.nn.RMSNorm.forward, x)
 
 
 class GroupNormForward(Swapped):
@@ -90,7 +90,7 @@ class GroupNormForward(Swapped):
             if is_for_norm(input, weight, bias, eps):
                 given = (input, num_groups, weight, bias, eps)
                 return or_torchs(onepass.functional.group_norm, F.group_norm, *given)
-        return _elsewhere(self, torch.nn.GroupNorm.forward, input)
+        return run_original(self, torch.nn.GroupNorm.forward, input)
 
 
 class DropoutForward(Swapped):
@@ -100,7 +100,7 @@ class DropoutForward(Swapped):
         stock = torch.nn.Dropout.forward
         if is_plain(input) and is_number(self.p):
             return or_torchs(onepass.nn.Dropout.forward, stock, self, input)
-        return _elsewhere(self, stock, input)
+        return run_original(self, stock, input)
 
 
 class LinearForward(Swapped):
@@ -111,7 +111,7 @@ class LinearForward(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input):
             return linear_where_it_gains(input, self.weight, self.bias)
-        return _elsewhere(self, torch.nn.Linear.forward, input)
+        return run_original(self, torch.nn.Linear.forward, input)
 
 
 class Conv1DForward(Swapped):
@@ -124,7 +124,7 @@ class Conv1DForward(Swapped):
             weight, bias = self.weight, self.bias
             if weight is not None and bias is not None:
                 return linear_where_it_gains(x, weight.t(), bias)
-        return _elsewhere(self, _stock.original(self).forward, x)
+        return run_original(self, _stock.original(self).forward, x)
 
 
 class CrossEntropyLossForward(Swapped):
@@ -136,7 +136,7 @@ class CrossEntropyLossForward(Swapped):
         stock = torch.nn.CrossEntropyLoss.forward
         if ours and cross_entropy_gains(*arguments):
             return or_torchs(onepass.nn.CrossEntropyLoss.forward, stock, self, input, target)
-        return _elsewhere(self, stock, input, target)
+        return run_original(self, stock, input, target)
 
 
 class ProvenForward(Swapped):
@@ -157,7 +157,7 @@ class ProvenForward(Swapped):
             input = named[spec.argument]
         held = self._onepass_spec.held
         if not is_plain(input) or (held and not is_as_proven(self, held)):
-            return _elsewhere(self, self._onepass_original.forward, input)
+            return run_original(self, self._onepass_original.forward, input)
         return self._onepass_compute(input)
 
 
@@ -171,7 +171,7 @@ class ForeignNormForward(ProvenForward):
     def _onepass_compute(self, input):
         original, ours = self._onepass_original.forward, foreign.computing(self, input)
         if ours is None:
-            return _elsewhere(self, original, input)
+            return run_original(self, original, input)
         return or_torchs(ours, original, self, input)
 
 
@@ -184,7 +184,7 @@ class MultiheadAttentionForward(Swapped):
         if all(map(is_for_attention, (query, key, value))):
             ours = onepass.nn.MultiheadAttention.forward
             return or_torchs(ours, original, self, query, key, value, *args, **named)
-        return _elsewhere(self, original, query, key, value, *args, **named)
+        return run_original(self, original, query, key, value, *args, **named)
 
 
 class EncoderLayerForward(Swapped):
@@ -194,7 +194,7 @@ class EncoderLayerForward(Swapped):
     def forward(self, src, *args, **named):
         if is_for_attention(src):
             return onepass.nn.TransformerEncoderLayer.forward(self, src, *args, **named)
-        return _elsewhere(self, torch.nn.TransformerEncoderLayer.forward, src, *args, **named)
+        return run_original(self, torch.nn.TransformerEncoderLayer.forward, src, *args, **named)
 
 
 class DecoderLayerForward(Swapped):
@@ -401,7 +401,7 @@ def is_swapped(cls: type) -> bool:
     return "_onepass_original" in cls.__dict__
 
 
-def _elsewhere(module: nn.Module, original, input, *args, **named):
+def run_original(module: nn.Module, original, input, *args, **named):
     """Runs the original's forward; while torch.fx traces, records a call of the module instead.
 
     So a traced graph calls the swapped module as a whole, as it would call one of torch's own.

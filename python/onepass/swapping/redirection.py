@@ -9,11 +9,12 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 import onepass.functional
 from onepass._imported import is_a
 from onepass._ops import device_attention, small_calls
+from onepass._overrides import visibly
 from onepass._refusals import or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,
@@ -83,14 +84,11 @@ def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
 
 
 def _multiply(input, weight, bias=None) -> Tensor:
-    """onepass's products, or torch's if ours would not gain; profiling and counting modes see a
-    call of this name."""
+    """onepass's products, or torch's if ours would not gain."""
     arguments = (input, weight, bias)
     if not is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
         return F.linear(*arguments)
-    ours = onepass.functional.linear
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        return handle_torch_function(ours, arguments, *arguments)
+    ours = functools.partial(visibly, onepass.functional.linear)
     return or_torchs(ours, F.linear, *arguments)
 
 
@@ -104,17 +102,14 @@ def _cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ) -> Tensor:
-    """onepass's loss, or torch's if ours would not gain; profiling and counting modes see a call of
-    this name."""
+    """onepass's loss, or torch's if ours would not gain."""
     named = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     arguments = (input, target, weight)
     is_usual = size_average is None and reduce is None and is_for_loss(input)
     if not (is_usual and cross_entropy_gains(*arguments, label_smoothing)):
         named |= dict(size_average=size_average, reduce=reduce)
         return F.cross_entropy(*arguments, **named)
-    ours = onepass.functional.cross_entropy
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        return handle_torch_function(ours, arguments, *arguments, **named)
+    ours = functools.partial(visibly, onepass.functional.cross_entropy)
     return or_torchs(ours, F.cross_entropy, *arguments, **named)
 
 
@@ -135,8 +130,8 @@ def attend_visibly(
     enable_gqa: bool = False,
     **terms,
 ) -> Tensor:
-    """Our attention, or torch's on a GPU that is left to torch; profiling and counting modes see a
-    call of this name, as of torch's."""
+    """Our attention, or torch's on a GPU that is left to torch, seen by modes as a call of torch's
+    is."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if (
         query.is_cuda
@@ -147,10 +142,7 @@ def attend_visibly(
         and device_attention.is_torchs(query, key, value)
     ):
         return F.scaled_dot_product_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
-    ours = onepass.functional.scaled_dot_product_attention
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        return handle_torch_function(ours, arguments, *arguments, **terms)
-    return ours(*arguments, **terms)
+    return visibly(onepass.functional.scaled_dot_product_attention, *arguments, **terms)
 
 
 ARE_SMALL = {

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
 
 import onepass.functional
 from onepass._ops import small_calls
+from onepass._overrides import visibly
+from onepass.swapping import callsites
 from onepass.swapping.inputs import has_kernels, is_autocast, is_plain
 from onepass.swapping.specs import Form, RotarySpec
 
@@ -69,7 +70,9 @@ def others(module: nn.Module) -> list[str]:
     if not isinstance(inner, types.FunctionType):
         return []
     variables = inner.__globals__
-    named = (name for name in sorted(_names(inner.__code__)) if _ROTATING_NAME.match(name))
+    named = (
+        name for name in sorted(callsites.names_of(inner.__code__)) if _ROTATING_NAME.match(name)
+    )
     return [name for name in named if name in variables and not _parameters(variables[name])]
 
 
@@ -94,7 +97,7 @@ def _cells(function) -> list[types.CellType | None]:
 
 def _called(forward: types.FunctionType) -> Iterator[Called]:
     variables = forward.__globals__
-    for name in sorted(_names(forward.__code__)):
+    for name in sorted(callsites.names_of(forward.__code__)):
         parameters = _parameters(variables.get(name))
         if parameters and _reads_alone(forward.__code__, name):
             yield Called(name, variables[name], parameters)
@@ -179,15 +182,6 @@ def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
             for value in code.co_consts
         ),
     )
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Globals and attributes that code uses, that of functions defined in it included."""
-    names = set(code.co_names)
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            names |= _names(value)
-    return names
 
 
 def _reads_alone(code: types.CodeType, name: str) -> bool:
@@ -276,7 +270,7 @@ def _fits(spec: RotarySpec, inputs: list[Tensor], cos: Tensor, sin: Tensor, firs
 def rotate(
     form: Form, inputs: list[Tensor], cos: Tensor, sin: Tensor, seq_first: bool
 ) -> list[Tensor]:
-    """One or two tensors, rotated; profiling and counting modes see a call of our function."""
+    """One or two tensors, rotated."""
     width = cos.shape[-1]
     if form.table == "half":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
@@ -288,9 +282,5 @@ def rotate(
         "seq_first": seq_first,
     }
     arguments = (inputs[0], inputs[1] if len(inputs) > 1 else None, cos, sin)
-    ours = onepass.functional.rotary_embedding
-    if not torch.compiler.is_compiling() and has_torch_function(arguments):
-        outputs = handle_torch_function(ours, arguments, *arguments, **options)
-    else:
-        outputs = ours(*arguments, **options)
+    outputs = visibly(onepass.functional.rotary_embedding, *arguments, **options)
     return [x for x in outputs if x is not None]
