@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass import numerics
 from onepass._ops import small_calls
-from onepass.swapping import by_hand
+from onepass.swapping import by_hand_proof
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
 from tests.swap.attention_by_hand_checks import assert_same, swapped, tokens
@@ -307,7 +307,7 @@ def test_no_proof_fails_by_chance(monkeypatch):
         _, ours = swapped(cases.Shortest)
         for parameter in ours.parameters():
             nn.init.normal_(parameter, std=0.02)
-        monkeypatch.setattr(by_hand, "_PROVEN", {})
+        monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
         ours(tokens())
         assert not fate(ours).reason, (seed, fate(ours).reason)
 

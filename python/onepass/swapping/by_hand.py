@@ -1,48 +1,40 @@
 """Attention written by hand, `softmax(q @ k.T) @ v`, as one call of onepass's.
 
 The forward runs as it was written, on scores without data (:mod:`onepass.swapping.scores`), until
-probabilities meet values. What was recorded then becomes one call of attention, after a proof: some
-rows of that very call, computed both ways and in float64, outputs and gradients. A class is proven
-once for each list of recorded functions. A module whose scores are read by other code, or whose
-proof fails, runs its own forward from then on; `fate` tells why.
+probabilities meet values. What was recorded then becomes one call of attention
+(:mod:`onepass.swapping.by_hand_call`), after a proof (:mod:`onepass.swapping.by_hand_proof`). A
+module whose scores are read by other code, or whose proof fails, runs its own forward from then on;
+`fate` tells why.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
-from onepass import numerics
-from onepass._ops import dispatch_log, small_calls, tracing
+from onepass._ops import small_calls, tracing
 from onepass._ops.differentiation import are_transforms_active
-from onepass.functional._internal import masked_attention
-from onepass.swapping import probe, recorded  # noqa: F401 fills the table of Scores
-from onepass.swapping.inputs import MOST_HEAD_DIM
+from onepass.swapping import recorded  # noqa: F401 fills the table of Scores
+from onepass.swapping.by_hand_call import EMPTY, NO_KEY, call_of
+from onepass.swapping.by_hand_proof import refusal
+from onepass.swapping.changes import Change
+from onepass.swapping.factors import SUMS, factors_of
 from onepass.swapping.reasons import Because, Reason
-from onepass.swapping.report import Change
-from onepass.swapping.scores import FEW_KEYS, Form, Recorder, Scores, Term
+from onepass.swapping.scores import Form, Scores, dtype_after
 
 NOTE = (
     "{names}: softmax(q k^T) v by hand, if it runs, becomes one call of attention; its first call "
     "proves that, and the report, printed again, tells"
 )
-_UNHOOKED = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-_ROWS = 16  # of each sequence, in a proof
-_MOST_SCORES = 1 << 22  # in a proof, of which there are then fewer rows
-_DRAWS = 2, 16  # at first, and where they differ
 _MOST_IDLE = 2  # runs in which products, but no attention, were found
-
-# Reasons for one call alone.
-_NO_KEY = "a query of its may attend to no key"
-_EMPTY = "it has no queries or keys"
+_FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
+_OF_ONE_CALL = (_FEW_KEYS, NO_KEY, EMPTY)  # reasons that do not hold for the next call
 
 
 def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
@@ -63,7 +55,7 @@ def fates(
     either; names of modules that have not run yet)."""
     left, waiting = {}, []
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-    for module, _, swapped, _ in changes:
+    for module, _, swapped in changes:
         calls = getattr(swapped, "_onepass_spec", ())
         if "attention_by_hand" not in calls or id(module) not in names:
             continue
@@ -90,7 +82,6 @@ class Fate:
 
 
 _FATES: WeakKeyDictionary[nn.Module, Fate] = WeakKeyDictionary()
-_PROVEN: WeakKeyDictionary[type, dict[tuple, str]] = WeakKeyDictionary()
 
 
 def fate(module: nn.Module) -> Fate:
@@ -114,30 +105,83 @@ def trial() -> Iterator[None]:
         yield
 
 
-class ModuleRecorder(Recorder):
+class Recorder:
     """Records one run of a module's forward, and decides on its attention."""
 
     def __init__(self, module: nn.Module):
-        super().__init__()
         self._module = module
+        self.made = self.taken = 0
+        self.reason = ""  # not to record a product, or not to call attention
+        self.reader = ""  # the first function that needed real numbers, before attention was called
 
-    def attend(self, scores: Scores, value: Tensor) -> Tensor | None:
-        call = _call_of(scores.form, value)
-        if isinstance(call, str):
-            self.reason = call
+    def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+        """Scores for a product of two activations, attention's result for one of probabilities and
+        values; None for other products."""
+        if function in SUMS:
+            return self._sum(*args, **kwargs)
+        takes_values = any(isinstance(x, Scores) for x in pytree.tree_leaves(args))
+        factors = factors_of(function, args, kwargs, takes_values)
+        if factors is None:
             return None
-        proven = _PROVEN.setdefault(type(self._module), {})
-        key = _signature(scores.form, value)
-        if key not in proven:
-            proven[key] = _proof(scores.form, value)
-        if proven[key]:
-            self.reason = proven[key]
+        left, right = factors.left, factors.right
+        if isinstance(left, Scores):
+            output = self._values(left, right, factors.value)
+            return None if output is None else factors.arranged(output)
+        if isinstance(right, Scores):  # values by turned probabilities
+            if not right.is_turned or factors.letters:
+                return None
+            output = self._values(right.before, left, lambda: left.mT)
+            return None if output is None else output.mT.contiguous()
+        if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
+            return None
+        if not factors.is_outer or self.reason == _FEW_KEYS:
+            return None
+        query, key = factors.query_key()
+        if key.shape[-2] < small_calls.LEAST_KEYS * key.shape[-1]:
+            self.reason = _FEW_KEYS
+            return None
+        self.made += 1
+        form = Form.of(query, key, factors.multiply)
+        size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
+        return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
+
+    def _values(self, scores: Scores, other: Tensor, value: Callable) -> Tensor | None:
+        """The product of probabilities and `value()`, which is made of the other factor."""
+        if not (scores.is_open() and scores.form.is_softmax and _is_activation(other)):
+            return None
+        scores.form.check_unchanged()
+        output = self._attention(scores.form, value())
+        if output is not None:
+            self.taken += 1
+            scores.mark_taken()
+        return output
+
+    def _sum(self, input, batch1, batch2, *, beta=1, alpha=1, out=None) -> Tensor | None:
+        """`torch.baddbmm`'s, as a product, a factor and a term."""
+        if out is not None or any(isinstance(x, Scores) for x in (input, batch1, batch2)):
+            return None
+        scores = self.product(torch.bmm, (batch1, batch2), {})
+        if scores is None:
+            return None
+        scores = scores * alpha
+        return scores + input * beta if beta else scores
+
+    def _attention(self, form: Form, value: Tensor) -> Tensor | None:
+        """The product of probabilities and values by one call of attention, or None."""
+        call = call_of(form, value)
+        reason = call if isinstance(call, str) else refusal(type(self._module), form, value)
+        if reason:
+            self.reason = reason
             return None
         known = fate(self._module)
         if known.is_masked is None:
             known.is_masked = call.is_causal or call.mask is not None or call.bias is not None
-        output = call.run(scores.form.dropout_p)
-        return output.reshape(*scores.form.lead, *output.shape[-2:])
+        output = call.run(form.dropout_p)
+        return output.reshape(*form.lead, *output.shape[-2:])
+
+    def was_read(self, scores: Scores, function: str) -> None:
+        if not self.taken and not self.reader and (scores.form.steps or scores.form.is_softmax):
+            self.reader = function
 
     def finish(self) -> None:
         """At the end of the forward."""
@@ -152,228 +196,14 @@ class ModuleRecorder(Recorder):
             known.reason = f"its scores are read by {self.reader}"
         elif known.idle >= _MOST_IDLE:
             known.reason = "none of its products are softmax(q k^T) v"
-        known.is_left = known.reason not in ("", FEW_KEYS, _NO_KEY, _EMPTY)
+        known.is_left = known.reason not in ("", *_OF_ONE_CALL)
 
 
-class _Call(NamedTuple):
-    """A call of attention; all tensors have four dimensions."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    mask: Tensor | None  # True where a query attends
-    is_causal: bool
-    scale: float
-    options: tuple[tuple[str, float], ...]
-
-    def run(self, dropout_p: float) -> Tensor:
-        """The output, contiguous, as torch's products are."""
-        query, key, value, bias, mask, is_causal, scale, options = self
-        return masked_attention(
-            query, key, value, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal,
-            scale=scale, keeps_order=False, **dict(options),
-        )  # fmt: skip
-
-
-def _call_of(form: Form, value: Tensor) -> _Call | str:
-    """The call that computes a form, or why there is none."""
-    if form.is_tanh:
-        return "its tanh is followed by no factor"
-    leads = [term.lead for term in (*form.factors, *form.terms, *form.blocked)]
-    own = torch.broadcast_shapes(form.query.shape[:-2], form.key.shape[:-2])
-    lead = max((tuple(own), form.lead, *leads), key=len)
-    query, key = (_led(t, own, lead) for t in (form.query, form.key))
-    if torch.broadcast_shapes(value.shape[:-2], form.lead) != form.lead:
-        return "its values have more dimensions than its scores"
-    value = _led(value, form.lead, lead)
-    if max(query.shape[-1], value.shape[-1]) > MOST_HEAD_DIM:
-        return f"its head_dim is above {MOST_HEAD_DIM}"
-    if not query.shape[-2] or not key.shape[-2] or key.shape[-2] != value.shape[-2]:
-        return _EMPTY
-    dtype = torch.promote_types(query.dtype, value.dtype)
-    for factor in form.factors:
-        query = query * _aligned(factor, lead)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    bias = None
-    for term in form.terms:
-        term = _aligned(term, lead)
-        bias = term if bias is None else bias + term
-    blocked, is_causal = None, False
-    for term in form.blocked:
-        term = _aligned(term, lead)
-        if _is_future(term, query.shape[2], key.shape[2]):
-            is_causal = True
-        else:
-            blocked = term if blocked is None else blocked | term
-    if blocked is not None and _may_block_all(blocked, is_causal, query.shape[2]):
-        return _NO_KEY
-    if bias is not None and bias.dtype is not dtype:
-        bias = bias.float()
-    mask = None if blocked is None else ~blocked
-    bias, mask = (_with_a_column_per_key(term, key.shape[2]) for term in (bias, mask))
-    shared = key.shape[1] == value.shape[1] == 1  # which the operator reads as it is
-    heads = max(query.shape[1], key.shape[1], value.shape[1])
-    query = query.expand(-1, heads, -1, -1)
-    key, value = (x if shared else x.expand(-1, heads, -1, -1) for x in (key, value))
-    return _Call(query, key, value, bias, mask, is_causal, form.scale, form.options)
-
-
-def _led(tensor: Tensor, own: tuple[int, ...], lead: tuple[int, ...]) -> Tensor:
-    """(*own, rows, columns), or what broadcasts to it, as (batch, heads, rows, columns)."""
-    size = tensor.shape[-2:]
-    if tuple(own) != tuple(lead):
-        tensor = tensor.expand(*own, *size).reshape(*lead, *size)
-    if len(lead) == 1:
-        return tensor.expand(*lead, *size).unsqueeze(1)
-    if len(lead) == 2:
-        return tensor[(None,) * (4 - tensor.dim())].expand(lead[0], -1, *size)
-    return tensor.expand(*lead, *size).flatten(0, -4)
-
-
-def _aligned(term: Term, lead: tuple[int, ...]) -> Tensor:
-    """A term with four dimensions, each of which may be 1."""
-    tensor, own, _ = term
-    tensor = tensor[(None,) * (len(own) + 2 - tensor.dim())]
-    sizes, size = tensor.shape[:-2], tensor.shape[-2:]
-    if sizes.numel() == 1:
-        return tensor.reshape(1, 1, *size)
-    if own == lead and len(lead) == 2:
-        return tensor
-    if own == lead and sizes[:-1].numel() == 1 and len(lead) > 1:
-        return tensor.reshape(1, sizes[-1], *size)
-    return _led(tensor.expand(*own, *size), own, lead)
-
-
-def _with_a_column_per_key(term: Tensor | None, seq_k: int) -> Tensor | None:
-    return term if term is None else term.expand(*term.shape[:-1], seq_k)
-
-
-def _future(seq_q: int, seq_k: int) -> Tensor:
-    """True for keys after a query's own position."""
-    keys, queries = (torch.arange(n, device="cpu") for n in (seq_k, seq_q))
-    return keys > queries.unsqueeze(1)
-
-
-def _is_future(blocked: Tensor, seq_q: int, seq_k: int) -> bool:
-    """Whether exactly the keys after each query's own position are blocked."""
-    if blocked.shape != (1, 1, seq_q, seq_k):
-        return False
-    return torch.equal(blocked[0, 0], _future(seq_q, seq_k))
-
-
-def _may_block_all(blocked: Tensor, is_causal: bool, seq_q: int) -> bool:
-    if is_causal and blocked.shape[-2] == 1:
-        return bool(blocked[..., 0].any())  # the first query has the first key alone
-    if is_causal:
-        blocked = blocked | _future(seq_q, blocked.shape[-1])
-    return bool(blocked.all(-1).any())
-
-
-# ---- proof ---------------------------------------------------------------------------------------
-
-
-def _signature(form: Form, value: Tensor) -> tuple:
-    """What a proof is of."""
-    steps = tuple(
-        (step.function.__name__, step.kind, *map(_kind, (*step.args, *step.kwargs.values())))
-        for step in form.steps
-    )
-    return steps, form.query.dtype, value.dtype, len(form.lead), form.query.dim(), value.dim()
-
-
-def _kind(argument: object) -> object:
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.dim(), tuple(size == 1 for size in argument.shape)
-    return type(argument)
-
-
-def _proof(form: Form, value: Tensor) -> str:
-    """Empty if some rows are the same both ways, by the rule of `onepass.numerics`; or why not."""
-    seq_q, keys = form.query.shape[-2], math.prod((*form.lead, form.key.shape[-2]))
-    count = max(1, min(_ROWS, seq_q, _MOST_SCORES // keys))
-    # Hooks of its own: those of a checkpoint around the call count what is saved.
-    with probe.isolated(), dispatch_log.unrecorded(), _UNHOOKED, torch._C.DisableTorchFunction():
-        rows = torch.linspace(0, seq_q - 1, count, device="cpu").long()
-        form = _of_rows(form, rows)
-        random = torch.Generator("cpu").manual_seed(7)
-        draws: list[tuple] = []
-        for most in _DRAWS:
-            while len(draws) < most:
-                size = (*form.lead, count, value.shape[-1])
-                draws.append(_draw(form, value, torch.randn(size, generator=random, device="cpu")))
-            reason = _difference(draws)
-            if not reason:
-                break
-    return reason
-
-
-def _draw(form: Form, value: Tensor, upstream: Tensor) -> tuple[list[Tensor], ...]:
-    """The outcomes of one call, of the formula in float64 and of the code as written."""
-    qkv = form.query, form.key, value
-    exact = [tensor.double() for tensor in qkv]
+def _is_activation(tensor: object) -> bool:
     return (
-        _outcome(_as_one_call, form, qkv, upstream),
-        _outcome(_as_written, _in_double(form), exact, upstream),
-        _outcome(_as_written, form, qkv, upstream),
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.dim() >= 3
+        and tensor.is_floating_point()
+        and tensor.dtype is not torch.float64
     )
-
-
-def _difference(draws: list[tuple]) -> str:
-    for number, name in enumerate(("output", "dq", "dk", "dv")):
-        parts = ([results[number] for results in ways] for ways in zip(*draws, strict=True))
-        verdict = numerics.compare(*parts)
-        if not verdict.ok:
-            return f"its {name} differs from that of one call of attention: {verdict.text}"
-    return ""
-
-
-def _outcome(run: Callable, form: Form, qkv, upstream: Tensor) -> list[Tensor]:
-    """The output, and the gradients of query, key and value."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in qkv]
-    output = run(replace(form, query=leaves[0], key=leaves[1]), leaves[2])
-    gradients = torch.autograd.grad(output, leaves, upstream.to(output.dtype))
-    return [output.detach(), *gradients]
-
-
-def _as_one_call(form: Form, value: Tensor) -> Tensor:
-    output = _call_of(form, value).run(0.0)
-    return output.reshape(*form.lead, *output.shape[-2:])
-
-
-def _as_written(form: Form, value: Tensor) -> Tensor:
-    scores = form.multiply(form.query, form.key)
-    for step in form.steps:
-        if step.kind == "view":
-            scores = scores.reshape(*step.lead, *scores.shape[-2:])
-        elif step.kind != "dropout":
-            scores = step(scores)
-    return torch.matmul(scores.to(value.dtype), value)
-
-
-def _of_rows(form: Form, rows: Tensor) -> Form:
-    """The form of some queries alone."""
-    seq_q = form.query.shape[-2]
-
-    def chosen(leaf: object) -> object:
-        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[-2] == seq_q:
-            return leaf.detach().index_select(-2, rows)
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-    def of_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
-        return tuple(Term.of(chosen(term.tensor), term.lead) for term in terms)
-
-    return replace(
-        form,
-        query=chosen(form.query),
-        factors=of_terms(form.factors),
-        terms=of_terms(form.terms),
-        blocked=of_terms(form.blocked),
-        steps=tuple(step.map(chosen) for step in form.steps),
-    )
-
-
-def _in_double(form: Form) -> Form:
-    """The form in float64, without its casts."""
-    steps = (step.map(probe.in_double) for step in form.steps if step.kind != "cast")
-    return replace(form, steps=tuple(steps))

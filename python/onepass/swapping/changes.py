@@ -47,6 +47,14 @@ class Edit(NamedTuple):
         return functools.partial(dict.__setitem__, vars(self.owner), self.name, value)
 
 
+class Change(NamedTuple):
+    """One module's two classes, so that `verify` can run it either way."""
+
+    module: nn.Module
+    original: type[nn.Module]
+    swapped: type[nn.Module]
+
+
 def refusal(module: nn.Module, cls: type) -> str:
     """Why a module does not let its class be set; empty if it does. Its own `__setattr__` is tried
     on a shallow copy."""

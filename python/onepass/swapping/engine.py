@@ -12,11 +12,11 @@ from torch import nn
 
 from onepass import _flops
 from onepass.swapping import by_name, classes, matchers, notes
-from onepass.swapping.changes import Edit, Journal
+from onepass.swapping.changes import Change, Edit, Journal
 from onepass.swapping.classes import is_swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
-from onepass.swapping.report import Change, Report, Restored
+from onepass.swapping.report import Report, Restored
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
 from onepass.swapping.sample import keep_gains
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
@@ -157,8 +157,7 @@ def swap(
     report.notes = measured + choice.without_a_match(plan.found) + notes.notes(model, plan)
     if not dry_run:
         report._changes += [
-            Change(change.module, type(change.module), change.cls, new=True)
-            for change in plan.classes
+            Change(change.module, type(change.module), change.cls) for change in plan.classes
         ]
         journal.make(plan.edits())
     return report

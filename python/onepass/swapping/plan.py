@@ -22,10 +22,10 @@ from onepass.swapping import (
     rotary_proof,
 )
 from onepass.swapping import probe as probing
-from onepass.swapping.changes import Edit
+from onepass.swapping.changes import Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.reasons import Because, Reason
-from onepass.swapping.report import Change, Report
+from onepass.swapping.report import Report
 from onepass.swapping.restored import without
 from onepass.swapping.specs import (
     ActivatedSpec,
@@ -162,7 +162,7 @@ class Plan:
             if isinstance(spec := getattr(cls, "_onepass_spec", None), ActivatedSpec):
                 self._computed |= {id(module._modules.get(name)) for name in spec.norms}
             if before:
-                change = Change(module, cls._onepass_original, cls, new=False)
+                change = Change(module, cls._onepass_original, cls)
                 self.report._changes.append(change)
         refusal = functools.cache(functools.partial(self._choice.refusal, item))
         for match in matchers.matches(module, self._kinds):

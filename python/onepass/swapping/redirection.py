@@ -41,7 +41,7 @@ class _Redirection(TorchFunctionMode):
         super().__init__()
         self._attention, self._linear = "attention" in kinds, "linear" in kinds
         self._loss = "loss" in kinds
-        self._recorder = by_hand.ModuleRecorder(module) if "attention_by_hand" in kinds else None
+        self._recorder = by_hand.Recorder(module) if "attention_by_hand" in kinds else None
 
     def __exit__(self, error, *more):
         super().__exit__(error, *more)

@@ -8,11 +8,11 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from torch import nn
 
-from onepass.swapping.changes import Edit
+from onepass.swapping import by_hand
+from onepass.swapping.changes import Change, Edit
 
 _HINT = "swap changes the model in place; drop the assignment"
 MOST_LINES, _LINES_OF_ONE = 5, 2  # of notes, and of a note, that `print` shows
@@ -23,15 +23,6 @@ _COLUMNS = {
     "skipped": ("name", "count", "type", "reason"),
     "unknown": ("name", "count", "type", "reason"),
 }
-
-
-class Change(NamedTuple):
-    """One module's two classes, so that `verify` can run it either way."""
-
-    module: nn.Module
-    original: type[nn.Module]
-    swapped: type[nn.Module]
-    new: bool  # False if an earlier call had swapped it
 
 
 class Report:
@@ -65,8 +56,6 @@ class Report:
     def _complete(self) -> list[str]:
         """Moves modules whose own attention turned out to be no `softmax(q k^T) v` to the skipped
         ones; returns the notes, with one on modules whose is not known yet."""
-        from onepass.swapping import by_hand
-
         left, waiting = by_hand.fates(self._model, self._changes)
         for entry in [entry for entry in self.swapped if entry["name"] in left]:
             if entry["kind"] == "attention":

@@ -9,22 +9,20 @@ calls are made then, as they were written.
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onepass._ops import small_calls
-from onepass.swapping.factors import SUMS, factors_of
+if TYPE_CHECKING:
+    from onepass.swapping.by_hand import Recorder
 
-FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
 SCORES = object()  # the place of the scores among recorded arguments
 
 
@@ -249,85 +247,6 @@ def _read_by(function: Callable) -> Callable[[Scores], Tensor]:
         return scores.compute()
 
     return read
-
-
-class Recorder(abc.ABC):
-    """The scores of one run of a forward."""
-
-    def __init__(self):
-        self.made = self.taken = 0
-        self.reason = ""  # not to record a product, or not to call attention
-        self.reader = ""  # the first function that needed real numbers, before attention was called
-
-    @abc.abstractmethod
-    def attend(self, scores: Scores, value: Tensor) -> Tensor | None:
-        """The product of probabilities and values by one call of attention, or None."""
-
-    def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None:
-        """Scores for a product of two activations, attention's result for one of probabilities and
-        values; None for other products."""
-        if function in SUMS:
-            return self._sum(*args, **kwargs)
-        takes_values = any(isinstance(x, Scores) for x in pytree.tree_leaves(args))
-        factors = factors_of(function, args, kwargs, takes_values)
-        if factors is None:
-            return None
-        left, right = factors.left, factors.right
-        if isinstance(left, Scores):
-            output = self._values(left, right, factors.value)
-            return None if output is None else factors.arranged(output)
-        if isinstance(right, Scores):  # values by turned probabilities
-            if not right.is_turned or factors.letters:
-                return None
-            output = self._values(right.before, left, lambda: left.mT)
-            return None if output is None else output.mT.contiguous()
-        if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
-            return None
-        if not factors.is_outer or self.reason == FEW_KEYS:
-            return None
-        query, key = factors.query_key()
-        if key.shape[-2] < small_calls.LEAST_KEYS * key.shape[-1]:
-            self.reason = FEW_KEYS
-            return None
-        self.made += 1
-        form = Form.of(query, key, factors.multiply)
-        size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
-        return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
-
-    def _values(self, scores: Scores, other: Tensor, value: Callable) -> Tensor | None:
-        """The product of probabilities and `value()`, which is made of the other factor."""
-        if not (scores.is_open() and scores.form.is_softmax and _is_activation(other)):
-            return None
-        scores.form.check_unchanged()
-        output = self.attend(scores, value())
-        if output is not None:
-            self.taken += 1
-            scores.mark_taken()
-        return output
-
-    def _sum(self, input, batch1, batch2, *, beta=1, alpha=1, out=None) -> Tensor | None:
-        """`torch.baddbmm`'s, as a product, a factor and a term."""
-        if out is not None or any(isinstance(x, Scores) for x in (input, batch1, batch2)):
-            return None
-        scores = self.product(torch.bmm, (batch1, batch2), {})
-        if scores is None:
-            return None
-        scores = scores * alpha
-        return scores + input * beta if beta else scores
-
-    def was_read(self, scores: Scores, function: str) -> None:
-        if not self.taken and not self.reader and (scores.form.steps or scores.form.is_softmax):
-            self.reader = function
-
-
-def _is_activation(tensor: object) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.is_cpu
-        and tensor.dim() >= 3
-        and tensor.is_floating_point()
-        and tensor.dtype is not torch.float64
-    )
 
 
 @functools.lru_cache(maxsize=256)

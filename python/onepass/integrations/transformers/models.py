@@ -16,9 +16,9 @@ from onepass._imported import is_a
 from onepass.integrations.transformers import losses
 from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
-from onepass.swapping.changes import ABSENT, Edit, Journal, in_force
+from onepass.swapping.changes import ABSENT, Change, Edit, Journal, in_force
 from onepass.swapping.reasons import Reason
-from onepass.swapping.report import Change, listed, preformatted, rows, shortened, table
+from onepass.swapping.report import listed, preformatted, rows, shortened, table
 from onepass.swapping.restored import without
 
 # Models, by model_type, that transformers runs on eager attention alone although they take
@@ -279,11 +279,11 @@ def _attach_losses(model: nn.Module, holders, report: Attachment, lazy_logits: b
     # Its attention can be attached.
     report.notes += [note for note in notes if not note.startswith(swap_notes.NOTHING)]
     report._changes += [
-        Change(change.module, without(change.swapped, "loss"), change.swapped, new=False)
+        Change(change.module, without(change.swapped, "loss"), change.swapped)
         for change in plan.report._changes
     ]
     report._changes += [
-        Change(change.module, type(change.module), change.cls, new=True) for change in plan.classes
+        Change(change.module, type(change.module), change.cls) for change in plan.classes
     ]
     return edits
 
