@@ -19,7 +19,7 @@ from torch import nn
 
 import onepass
 from onepass._ops import products, small_calls
-from onepass.swapping.verify import _modules, _stock
+from onepass.swapping.verify import as_stock, changes_of
 
 ROUNDS = 3
 _BF16_LOSS = 0.05
@@ -233,7 +233,7 @@ class _Check:
             for variant in ("stock", "swapped", "swapped", "stock"):
                 with contextlib.ExitStack() as stack:
                     if variant == "stock":
-                        stack.enter_context(_stock(self.model, _modules(report)))
+                        stack.enter_context(as_stock(self.model, changes_of(report)))
                     start = time.thread_time()
                     self._loss().backward()
                     times[variant].append(time.thread_time() - start)

@@ -29,7 +29,7 @@ from torch import nn
 import onepass
 from onepass.bench.harness import bootstrap_median
 from onepass.bench.machine import recycled_memory
-from onepass.swapping.verify import _modules, _stock
+from onepass.swapping.verify import as_stock, changes_of
 
 SEQ, ROWS, VOCAB = 128, 4, 2000
 _WIDTHS = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
@@ -129,10 +129,10 @@ def main() -> int:
 def measure(name: str, dtype: str, options: argparse.Namespace) -> dict:
     model, batch = build(name, getattr(torch, dtype))
     report = onepass.swap(model, kinds=options.kinds)
-    modules = _modules(report)
+    modules = changes_of(report)
 
     def step(stock: bool) -> float:
-        with _stock(model, modules) if stock else contextlib.nullcontext():
+        with as_stock(model, modules) if stock else contextlib.nullcontext():
             start = time.perf_counter()
             loss(model, batch).backward()
             taken = time.perf_counter() - start

@@ -188,5 +188,8 @@ def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor
 
 
 def distances(run: Run, ref: Run, unseen: dict[str, Tensor]) -> dict[str, float]:
+    """By name of the reference's tensors; gradients of outputs that have lost their graph are 0."""
     tensors, refs = run.visible(unseen), ref.visible(unseen)
-    return {name: distance(tensors[name], refs[name]) for name in refs}
+    return {
+        name: distance(tensors.get(name, torch.zeros_like(ref)), ref) for name, ref in refs.items()
+    }

@@ -37,7 +37,7 @@ from onepass._batch import arguments
 from onepass._ops import dispatch_log, small_calls
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
-from onepass.swapping.changes import in_force
+from onepass.swapping.changes import Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.kernels import Kernels
 from onepass.swapping.masks import Masks, Unpaired
@@ -70,25 +70,32 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
         raise RuntimeError("verify: the report must be swap's own, got a copy, which has no model")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
-    modules = _modules(report)
+    changes = changes_of(report)
     args, kwargs = arguments(model, batch[0]) if len(batch) == 1 else (batch, {})
     batch = (*args, kwargs)
-    state = State(model, (module for module, _, _ in modules))
-    return state.around(lambda: _Pair(model, batch, loss_fn, modules, report._named).verdict())
+    state = State(model, (change.module for change in changes))
+    return state.around(lambda: _Pair(model, batch, loss_fn, changes, report._named).verdict())
 
 
 class _Pair:
     """One model in both forms, and stock's copy in float64 if possible."""
 
-    def __init__(self, model: nn.Module, batch: tuple, loss_fn: Callable | None, modules, named):
-        self.model, self.batch, self.loss_fn, self.modules = model, batch, loss_fn, modules
-        self.named = named  # edits that give modules onepass's attention by name
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple,
+        loss_fn: Callable | None,
+        changes: list[Change],
+        named: list[Edit],
+    ):
+        self.model, self.batch, self.loss_fn, self.changes = model, batch, loss_fn, changes
+        self.swapping = [Edit(change.module, "__class__", change.swapped) for change in changes]
+        self.swapping += named  # modules that take onepass's attention by name
         flags = [module.training for module in model.modules()]
         self.flags = flags if any(flags) else None  # None: eval mode
         self.masks: Masks | None = None  # of dropout; None in eval mode
         self.dropout_off = ""  # why it is off in a model that is in train mode
         self.double: nn.Module | None = None
-        self.expected: dict[str, Tensor] = {}  # stock's tensors
         self.known: tuple | None = None  # runs of stock, and the calls of dropout that they had
 
     def verdict(self) -> Verification:
@@ -113,7 +120,6 @@ class _Pair:
         return self._judged_as_set(before)
 
     def _judged_as_set(self, before: Calls | None) -> tuple[Verification | None, Calls]:
-        self.expected = {}
         swapped, calls = self._recorded()
         if before is not None:
             calls = before.and_larger(calls)
@@ -121,8 +127,6 @@ class _Pair:
                 return None, calls
         stock, exact, not_run = self._of_stock()
         self._check_pairing(swapped, stock)
-        self.expected = stock.tensors
-        self._fill(swapped)
         truth, unseen = stock if exact is None else exact, stock.unseen
         judged = "rounding" if exact is None else "float64"
         deviations = self._against_stock(stock, truth, swapped, unseen)
@@ -131,7 +135,7 @@ class _Pair:
         padding = self._in_padding(deviations, truth, swapped, unseen)
         if not all_close(deviations) and self._differs_in_padding_alone(unseen):
             padding = ("loss",)
-        self._check_pairing(swapped, stock)
+        self._check_pairing(swapped, stock)  # of the runs since
         losses = (stock.loss, swapped.loss)
         found = Verification(
             deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares()
@@ -159,8 +163,8 @@ class _Pair:
         if self.known is not None and self.known[0] == drops:
             return self.known[1:]
         stock = self._stock()
-        with _stock(self.model, self.modules):
-            self.double = _in_double(self.model, self.modules)
+        with as_stock(self.model, self.changes):
+            self.double = _in_double(self.model, self.changes)
         exact = self._exact()
         if exact is not None and not _finite_alike(exact.tensors, stock.tensors):
             exact = self.double = None
@@ -176,7 +180,7 @@ class _Pair:
 
         Of the stock model, in a run of its own: a global hook may keep modules from a fast path.
         """
-        left = {id(module) for module, _, _ in self.modules}
+        left = {id(change.module) for change in self.changes}
         hook = nn.modules.module.register_module_forward_pre_hook(
             lambda module, args: left.discard(id(module))
         )
@@ -195,24 +199,19 @@ class _Pair:
         left &= changed
         return tuple(name for name, module in self.model.named_modules() if id(module) in left)
 
-    def _run(self, model: nn.Module, inside: str, moved, hide: bool, call=None) -> Run:
-        """`inside` names the method of the masks that is entered."""
+    def _run(self, model: nn.Module, inside: Callable, moved, hide: bool, call=None) -> Run:
+        """`inside` is the method of the masks that is entered."""
         batch, loss_fn, moved = call or (self.batch, self.loss_fn, moved)
-        context = contextlib.nullcontext() if self.masks is None else getattr(self.masks, inside)()
+        context = contextlib.nullcontext() if self.masks is None else inside(self.masks)
         return run(model, batch, loss_fn, self.flags, context, moved, hide)
 
     def _stock(self, moved=None, hide: bool = False) -> Run:
-        with _stock(self.model, self.modules):
-            return self._run(self.model, "repeated", moved, hide)
+        with as_stock(self.model, self.changes):
+            return self._run(self.model, Masks.repeated, moved, hide)
 
     def _swapped(self, moved=None, hide: bool = False) -> Run:
-        with _classes(self.modules, "swapped"), in_force(self.named):
-            return self._fill(self._run(self.model, "noted", moved, hide))
-
-    def _fill(self, run: Run) -> Run:
-        for name, tensor in self.expected.items():  # of outputs that have lost their graph
-            run.tensors.setdefault(name, torch.zeros_like(tensor))
-        return run
+        with in_force(self.swapping):
+            return self._run(self.model, Masks.noted, moved, hide)
 
     def _exact(self, moved=None, hide: bool = False) -> Run | None:
         """Stock in float64; None if it does not run."""
@@ -220,7 +219,7 @@ class _Pair:
             return None
         try:
             call = pytree.tree_map(_to_double, (self.batch, self.loss_fn, moved))
-            run = self._run(self.double, "repeated_exactly", moved, hide, call)
+            run = self._run(self.double, Masks.repeated_exactly, moved, hide, call)
         except Exception:  # foreign code may not support the dtype
             self.double = None
             return None
@@ -316,50 +315,36 @@ class _Pair:
 
     def _deviations(self, ours, errors, swapped: Run, truth) -> list[Deviation]:
         of_loss = self.loss_fn is not None and any(map(is_gradient, truth))
-        dtypes = {name: tensor.dtype for name, tensor in swapped.tensors.items()}
+        dtypes = {name: swapped.tensors.get(name, ref).dtype for name, ref in truth.items()}
         return deviations_of(ours, errors, dtypes, truth, of_loss)
 
 
-def _modules(report) -> list[tuple[nn.Module, type, type]]:
-    """(module, original class, swapped class) of every module that the report's swap changed."""
+def changes_of(report) -> list[Change]:
+    """Every module that the report's swap changed, with both classes."""
     for change in report._changes:
         if type(change.module) not in (change.original, change.swapped):
             raise RuntimeError(
                 "verify: modules must have the classes of the swap, got "
                 f"{type(change.module).__name__}, which replaced one of them (sharding does)"
             )
-    return [(change.module, change.original, change.swapped) for change in report._changes]
+    return report._changes
 
 
 @contextlib.contextmanager
-def _stock(model: nn.Module, modules) -> Iterator[None]:
+def as_stock(model: nn.Module, changes: list[Change]) -> Iterator[None]:
     """The original classes, and in transformers' models the attention from before `attach`."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_classes(modules, "original"))
-        # Who has not imported it has attached nothing.
-        integration = sys.modules.get("onepass.integrations.transformers.models")
-        if integration is not None:
-            stack.enter_context(integration.stock(model))
+    # Who has not imported it has attached nothing.
+    integration = sys.modules.get("onepass.integrations.transformers.models")
+    attached = contextlib.nullcontext() if integration is None else integration.stock(model)
+    with in_force([Edit(c.module, "__class__", c.original) for c in changes]), attached:
         yield
 
 
-@contextlib.contextmanager
-def _classes(modules, which: str) -> Iterator[None]:
-    before = [type(module) for module, _, _ in modules]
-    try:
-        for module, original, swapped in modules:
-            module.__class__ = original if which == "original" else swapped
-        yield
-    finally:
-        for (module, _, _), cls in zip(modules, before, strict=True):
-            module.__class__ = cls
-
-
-def _in_double(model: nn.Module, modules) -> nn.Module | None:
+def _in_double(model: nn.Module, changes: list[Change]) -> nn.Module | None:
     """A copy of the model, now stock, in float64; None if there is no memory or no copy."""
     if not _room_for_double(model):
         return None
-    swapped = {id(module): cls for module, _, cls in modules}
+    swapped = {id(change.module): change.swapped for change in changes}
     model.train()  # empties caches that cannot be copied
     try:
         double = copy.deepcopy(model).double()
