@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import einsum, nn
+from torch import Tensor, einsum, nn
 
 WIDTH, HEADS, TOKENS = 16, 2, 12
 
@@ -315,11 +315,22 @@ class ValuesFirst(Base):
         return y.view(batch, heads, dim, tokens).transpose(2, 3)
 
 
+class Copied(Base):
+    """Keeps copies for whoever asks, as x-transformers does."""
+
+    def attend(self, q, k, v):
+        scores = q @ k.mT * 0.3
+        self.kept = [scores.clone()]
+        attn = (scores + 1.0).softmax(-1)
+        self.kept.append(attn.clone())
+        return attn @ v
+
+
 TAKEN = [
     Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Einsum, EinsumOfTokensFirst, OneKeyHead,
     Bart, Swin, Gemma2, Padded, PaddedTwice, Alibi, Frames, Annotated, SoftmaxMadeInPlace,
     PartialSoftmax, Bloom, OnlyAScale, Temperature, OneTemperature, BiasThenScale,
-    ValuesFirst,
+    ValuesFirst, Copied,
 ]  # fmt: skip
 
 
@@ -413,18 +424,49 @@ LEFT = [
 ]  # fmt: skip
 
 
-class Sparsemax(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores):
         ctx.save_for_backward(scores)
-        return scores.softmax(-1)
+        return 2 * scores
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient
+        return 2 * gradient
 
 
-class OwnSoftmax(Base):
+@torch.jit.script
+def capped(scores: Tensor, limit: float) -> Tensor:
+    return limit * torch.tanh(scores / limit)
+
+
+@torch.jit.script
+def written(scores: Tensor) -> Tensor:
+    return scores.mul_(2.0)
+
+
+class Unfollowed(Base):
+    """Hands its scores to code that torch's functions do not see."""
+
+    way = ""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bias = nn.Parameter(torch.randn(1, 1, 1))
+
     def attend(self, q, k, v):
-        weights = Sparsemax.apply(q @ k.mT * 0.3)
-        return (weights + 0 * weights.softmax(-1)) @ v
+        scores = q @ k.mT * 0.3
+        if self.way in ("added", "with dropout"):
+            scores += self.bias
+        if self.way == "with dropout":
+            return capped(F.dropout(scores.softmax(-1), 0.5), 5.0) @ v
+        if self.way == "twice":
+            scores = scores.sin() + capped(scores, 5.0) + Doubled.apply(scores)
+        elif self.way == "writes":
+            scores = written(scores)
+        else:
+            scores = capped(scores, 5.0) if self.way == "script" else Doubled.apply(scores)
+        return scores.softmax(-1) @ v
+
+
+UNFOLLOWED = ["script", "function", "added", "twice", "with dropout"]

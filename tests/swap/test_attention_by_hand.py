@@ -119,7 +119,7 @@ def test_gradients_of_probabilities_are_refused():
 
 
 def test_a_function_around_all_outputs():
-    """As DDP has it: outputs that are not used get no gradient in it."""
+    """As DDP has it: outputs that are not used get no gradient in it, those that are get theirs."""
 
     class Sink(torch.autograd.Function):
         @staticmethod
@@ -131,13 +131,14 @@ def test_a_function_around_all_outputs():
         def backward(ctx, *gradients):
             return gradients
 
-    _, ours = swapped(cases.Annotated)
-    y, attn = Sink.apply(ours(tokens()), ours.attn)
-    y.sum().backward()
-    assert ours.qkv.weight.grad.abs().sum() > 0
-    y, attn = Sink.apply(ours(tokens()), ours.attn)
-    with pytest.raises(RuntimeError, match="scores of attention by hand must be used by torch's"):
-        attn.square().sum().backward()
+    stock, ours = swapped(cases.Annotated)
+    x = tokens()
+    for loss_of in (lambda y, attn: y.sum(), lambda y, attn: y.sum() + attn.square().sum()):
+        for module in (stock, ours):
+            module.zero_grad()
+            loss_of(*Sink.apply(module(x), module.attn)).backward()
+        for one, other in zip(stock.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad)
 
 
 def test_a_mask_that_is_written_before_a_read_raises():
@@ -183,22 +184,36 @@ def test_a_write_before_a_read_raises():
             ours.attn.sum()
 
 
-def test_own_functions_are_left_alone():
-    """An autograd.Function would not pass gradients on to query and key."""
-    module = cases.OwnSoftmax()
-    assert not onepass.swap(module, kinds=("attention",)).swapped
+@pytest.mark.parametrize("way", cases.UNFOLLOWED)
+def test_code_that_autograd_does_not_follow(way):
+    """It reads numbers, and the gradient that it gives goes on to query, key and terms."""
+    stock, ours = swapped(cases.Unfollowed)
+    stock.way = ours.way = way
+    assert_same(stock, ours, [tokens() for _ in range(3)])
+    assert fate(ours).reason.startswith("its scores are read by ")
 
 
-def test_hidden_functions_raise():
-    """Those that the code does not show lose no gradient silently."""
+def test_code_that_writes_into_scores_raises():
+    """Torch's functions do not see the write, and would read what was before."""
+    _, ours = swapped(cases.Unfollowed)
+    ours.way = "writes"
+    with pytest.raises(RuntimeError):  # TorchScript drops its text
+        ours(tokens())
+
+
+def test_a_gradient_from_code_that_reads_nothing_raises():
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, scores):
+            return torch.ones(scores.shape)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
     _, ours = swapped(cases.SoftmaxModule)
-
-    class Hidden(nn.Module):
-        def forward(self, scores):
-            return cases.Sparsemax.apply(scores)
-
-    ours.softmax = Hidden()
-    with pytest.raises(RuntimeError, match="scores of attention by hand must be used by torch's"):
+    ours.softmax.forward = Constant.apply
+    with pytest.raises(RuntimeError, match="must be read by the code that gives them a gradient"):
         ours(tokens()).sum().backward()
 
 

@@ -79,7 +79,7 @@ def calls_of(module: nn.Module) -> Calls:
                     if depth and id(inner) not in seen:
                         seen.add(id(inner))
                         pending.append((inner, its_owner, depth - 1))
-    if "softmax" in found and not found & {"opaque", "registry"}:  # instructions take long to read
+    if "softmax" in found and "registry" not in found:  # instructions take long to read
         found |= {"by_hand"} if sum(map(_products, read)) > 1 else set()
     return Calls(*(name in found for name in Calls._fields))
 
@@ -123,8 +123,6 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
         _is_softmax(value) for value in values
     ):
         return {"softmax"}
-    if any(_is_opaque(value) for value in values):
-        return {"opaque"}
     for kind, functions in _FUNCTIONS.items():
         of_module = function.__globals__.get(name)  # may be a submodule's name: see _reads
         functions = [f for f in (*functions, _FORWARDS[kind]) if f is not of_module]
@@ -144,13 +142,6 @@ def _classified(function: types.FunctionType, name: str, values: list) -> set[st
 
 def _is_softmax(value: object) -> bool:
     return isinstance(value, nn.Softmax) or any(value is softmax for softmax in _SOFTMAX)
-
-
-def _is_opaque(value: object) -> bool:
-    """Whether scores that it gets would lose their gradient."""
-    if isinstance(value, type):
-        return issubclass(value, torch.autograd.Function)
-    return isinstance(value, torch.jit.ScriptFunction)
 
 
 def _products(code: types.CodeType) -> int:

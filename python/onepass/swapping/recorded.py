@@ -38,6 +38,8 @@ def _next(
     # The old state moves to an object of its own, which the new one follows.
     made.form, made.before, made.modes, modes = scores.form, scores.before, scores.modes, made.modes
     scores.form, scores.before, scores.modes = form, made, modes
+    if any(x.requires_grad for x in step.tensors()):
+        scores.take_gradients()
     return scores
 
 
@@ -237,6 +239,13 @@ def _same(function, scores, *args, **kwargs):
     return scores if _is_open(scores) and not args and not kwargs else None
 
 
+def _copy(function, scores, *args, **kwargs):
+    """A copy, which is often kept beside the scores and not read."""
+    if not _is_open(scores) or args or kwargs:
+        return None
+    return _next(scores, scores.form, Step(function, (SCORES,), {}))
+
+
 def _view(function, scores, *args, **kwargs):
     """Other leading dimensions."""
     if not _is_open(scores):
@@ -332,6 +341,7 @@ _HANDLERS = (
     ("to type type_as float half bfloat16", _cast),
     ("transpose swapaxes swapdims permute", _turn),
     ("contiguous", _same),
+    ("clone", _copy),
     ("retain_grad register_hook", _gradient),
     ("expand_as zeros_like ones_like full_like empty_like", _of_their_size),
     ("new_zeros new_ones new_full new_empty new_tensor", _of_their_size),

@@ -125,24 +125,41 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+@dataclass
+class _Reading:
+    """The numbers of scores, once they were read."""
+
+    numbers: Tensor | None = None  # where autograd follows
+    unfollowed: Tensor | None = None  # elsewhere, with a graph of their own
+
+
 class _Deferred(torch.autograd.Function):
-    """Gives scores `requires_grad`; code that Python cannot follow must not lose gradients."""
+    """Gives scores `requires_grad` for code that Python does not follow: a `torch.jit.script`
+    function, an autograd.Function. The gradient from there goes on to the numbers that it read."""
 
     @staticmethod
-    def forward(ctx, size: torch.Size, dtype: torch.dtype, query: Tensor, *others) -> Scores:
+    def forward(ctx, scores: Scores, *made_of: Tensor) -> Scores:
         ctx.set_materialize_grads(False)
-        ctx.inputs = 3 + len(others)
-        return Scores(size, dtype, query.device)
+        ctx.reading, ctx.made_of = scores.reading, made_of
+        ctx.mark_dirty(scores)
+        return scores
 
     @staticmethod
     def backward(ctx, gradient):
         if gradient is None:  # DDP's own function around all outputs
-            return (None,) * ctx.inputs
-        raise RuntimeError(
-            "swap: scores of attention by hand must be used by torch's functions, got an "
-            "autograd.Function or compiled code; onepass.swap(model, exclude=...) leaves the "
-            "module as it is"
-        )
+            return (None,) * (1 + len(ctx.made_of))
+        if ctx.reading.unfollowed is None:
+            raise RuntimeError(
+                "swap: scores of attention by hand must be read by the code that gives them a "
+                "gradient, got none that was; onepass.swap(model, exclude=...) leaves the module "
+                "as it is"
+            )
+        more = torch.is_grad_enabled()
+        of_inputs = torch.autograd.grad(
+            ctx.reading.unfollowed, ctx.made_of, gradient,
+            retain_graph=True, create_graph=more, allow_unused=True,
+        )  # fmt: skip
+        return None, *of_inputs
 
 
 class Scores(Tensor):
@@ -157,7 +174,7 @@ class Scores(Tensor):
     is_shared: bool  # a view, or followed by other scores: a write would have to reach both
     is_taken: bool  # by a call of attention
     is_turned: bool  # (..., keys, queries)
-    numbers: Tensor | None
+    reading: _Reading
     modes: tuple[bool, bool, torch.dtype]  # in which the last step was recorded
 
     @staticmethod
@@ -166,16 +183,20 @@ class Scores(Tensor):
 
     @classmethod
     def of(cls, form: Form, size, dtype: torch.dtype, recorder: Recorder, before=None) -> Scores:
-        terms = (term.tensor for term in (*form.factors, *form.terms))
-        made_of = [x for x in (form.query, form.key, *terms) if x.requires_grad]
-        if torch.is_grad_enabled() and made_of:
-            made = _Deferred.apply(size, dtype, *made_of)
-        else:
-            made = Scores(size, dtype, form.query.device)
+        made = Scores(size, dtype, form.query.device)
         made.form, made.recorder, made.before = form, recorder, before
         made.is_shared = made.is_taken = made.is_turned = False
-        made.numbers, made.modes = None, _modes()
+        made.reading, made.modes = _Reading(), _modes()
+        made.take_gradients()
         return made
+
+    def take_gradients(self) -> None:
+        """Makes them require a gradient if what they are made of does."""
+        terms = (term.tensor for term in (*self.form.factors, *self.form.terms))
+        made_of = [x for x in (self.form.query, self.form.key, *terms) if x.requires_grad]
+        if torch.is_grad_enabled() and made_of:
+            with torch._C.DisableTorchFunctionSubclass():
+                _Deferred.apply(self, *made_of)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -189,19 +210,33 @@ class Scores(Tensor):
                 result = record(function, *args, **kwargs)
             if result is not None:
                 return result
-        args, kwargs = pytree.tree_map_only(Scores, _read_by(function), (args, kwargs))
+        name = getattr(function, "__name__", str(function))
+        read = _read_by(name, Scores.compute if torch.is_grad_enabled() else Scores.unfollowed)
+        args, kwargs = pytree.tree_map_only(Scores, read, (args, kwargs))
         return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = pytree.tree_map_only(Scores, _read_by(function), (args, kwargs or {}))
+        """Of code that Python does not follow; it gets numbers without their graph, which
+        `_Deferred` has."""
+        if function._schema.is_mutable:
+            raise RuntimeError(
+                "swap: scores of attention by hand must not be written by code that Python does "
+                f"not follow, got {function.overloadpacket}; onepass.swap(model, exclude=...) "
+                "leaves the module as it is"
+            )
+        read = _read_by("code that Python does not follow", Scores.unfollowed)
+        with torch.overrides.enable_reentrant_dispatch():
+            args, kwargs = pytree.tree_map_only(
+                Scores, lambda scores: read(scores).detach(), (args, kwargs or {})
+            )
         return function(*args, **kwargs)
 
     def is_open(self) -> bool:
         """Whether they may be followed: they have not been read, and gradients are on as they were
         (in the forward of an autograd.Function, whose backward would be lost, they are off)."""
-        is_whole = self.numbers is None and not self.is_turned
-        return is_whole and self.modes[0] is torch.is_grad_enabled()
+        is_read = self.reading.numbers is not None or self.reading.unfollowed is not None
+        return not (is_read or self.is_turned) and self.modes[0] is torch.is_grad_enabled()
 
     def mark_taken(self) -> None:
         """They, and what they follow from, get no gradient from the call of attention."""
@@ -211,18 +246,28 @@ class Scores(Tensor):
 
     def compute(self) -> Tensor:
         """Their real numbers: the recorded calls, as they were written."""
-        if self.numbers is not None:
-            return self.numbers
+        if self.reading.numbers is None:
+            self.reading.numbers = self._computed(Scores.compute)
+        return self.reading.numbers
+
+    def unfollowed(self) -> Tensor:
+        """The same for code that autograd does not follow; with the same dropout."""
+        if self.reading.unfollowed is None:
+            if self.form.dropout_p:
+                self.reading.unfollowed = self.compute()
+            else:
+                self.reading.unfollowed = self._computed(Scores.unfollowed)
+        return self.reading.unfollowed
+
+    def _computed(self, numbers_of: Callable[[Scores], Tensor]) -> Tensor:
         if self.before is None:
             self.form.check_unchanged()
             with _within(*self.modes):
-                self.numbers = self.form.multiply(self.form.query, self.form.key)
-        else:
-            before, step = self.before.compute(), self.form.steps[-1]
-            step.check_unchanged()
-            with _within(*self.modes):
-                self.numbers = step(before)
-        return self.numbers
+                return self.form.multiply(self.form.query, self.form.key)
+        before, step = numbers_of(self.before), self.form.steps[-1]
+        step.check_unchanged()
+        with _within(*self.modes):
+            return step(before)
 
 
 def _modes() -> tuple[bool, bool, torch.dtype]:
@@ -241,10 +286,10 @@ def _within(has_gradients: bool, enabled: bool, dtype: torch.dtype) -> Iterator[
         yield
 
 
-def _read_by(function: Callable) -> Callable[[Scores], Tensor]:
+def _read_by(name: str, numbers_of: Callable[[Scores], Tensor]) -> Callable[[Scores], Tensor]:
     def read(scores: Scores) -> Tensor:
-        scores.recorder.was_read(scores, getattr(function, "__name__", str(function)))
-        return scores.compute()
+        scores.recorder.was_read(scores, name)
+        return numbers_of(scores)
 
     return read
 
