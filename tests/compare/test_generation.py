@@ -12,6 +12,7 @@ from torch import nn
 from onepass import cli
 from onepass.bench.harness import HostClock, Timing
 from onepass.compare import generation
+from tests.compare.cases import settings_of
 
 HERE = "tests.compare.test_generation"
 
@@ -157,7 +158,7 @@ def test_verdict(times, sentence):
 
 def test_what_is_left_out_is_said(capsys):
     timing = Timing({"stock": [1.0, 1.0], "swapped": [1.0, 1.0]}, dict(stock=1, swapped=1), {})
-    settings = type("Settings", (), {"model": "mine", "quick": False})
+    settings = settings_of("--model", "mine")
     found = generation.Generation(
         settings, {}, 0, {"forward": (timing, 1)}, {"swapped": 0.0}, {"attached": "no"}, {}, 0.0
     )

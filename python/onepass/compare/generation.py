@@ -38,6 +38,7 @@ from onepass.bench.machine import machine_facts
 from onepass.compare.errors import BadInput
 from onepass.compare.model import move
 from onepass.compare.progress import Phase, Progress
+from onepass.compare.report import auto_dict, auto_lines
 from onepass.compare.settings import Settings
 from onepass.compare.user_model import batch_of, load_user_model, telling_errors, tokens_in
 
@@ -77,6 +78,7 @@ class Generation:
                 "phases": {name: _as_dict(*phase) for name, phase in self.phases.items()},
                 "same": self.same,
                 "left_out": self.left_out,
+                "auto": auto_dict(self.settings.decision),
                 "swap_report": self.swap_report,
             },
         }
@@ -106,6 +108,8 @@ class Generation:
         print_table(console, table, names=2)
         for name, reason in self.left_out.items():
             console.print(f"Without {name}: {reason}.")
+        for line in auto_lines(self.settings.decision):
+            console.print(line, highlight=False, markup=False)
         console.print(self.verdict())
         if self.settings.quick:
             console.print("--quick: few calls, a trial of the tool and not a measurement.")
@@ -161,6 +165,7 @@ def _run(settings: Settings, count: int, start: float) -> Generation:
     model, batches = load_user_model(settings.model, settings.seed)
     model = model.to(settings.device).eval()
     batch = move(batch_of(batches, 0), settings.device)
+    settings = settings.decided(model, batch)
     variants, left_out, report = _variants(model, settings)
     generates = callable(getattr(model, "generate", None))
     calls = {
@@ -172,7 +177,7 @@ def _run(settings: Settings, count: int, start: float) -> Generation:
         measure_pairs, rounds=rounds, seconds=seconds, clock=clock_of(settings.device.type)
     )
     phase = Phase("Inference", seconds=seconds)
-    with telling_errors(model, batch), _inference(settings), Progress("compare", [phase]) as shown:
+    with telling_errors(model, batch), settings.autocast(), Progress("compare", [phase]) as shown:
         shown.next()
         results = {name: call(count) for name, call in calls.items()}
         if generates:
@@ -217,12 +222,6 @@ def _prefill_and_decode(
         "prefill": (Timing(ones, once, none), tokens),
         "decode": (Timing(decode, once, none), len(result) * (count - 1)),
     }
-
-
-def _inference(settings: Settings):
-    return torch.autocast(
-        settings.device.type, settings.dtype, enabled=settings.dtype is not torch.float32
-    )
 
 
 def _variants(

@@ -41,7 +41,7 @@ def peaks_of_steps(
     variants: Sequence[str], dropout: float | None, settings: Settings
 ) -> dict[str, int]:
     """Bytes that one step of each variant needs at most."""
-    task = {"variants": variants, "dropout": dropout, "settings": settings.to_dict()}
+    task = {"variants": variants, "dropout": dropout, "settings": settings.task()}
     command = [sys.executable, "-m", "onepass.compare.memory", json.dumps(task)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

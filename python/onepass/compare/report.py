@@ -17,6 +17,8 @@ from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
+from onepass.swapping.report import grouped
+from onepass.swapping.sample import Decision
 
 SCHEMA_VERSION = 1
 SAME = {True: "same", False: "different", None: "cannot tell"}
@@ -47,8 +49,11 @@ class Result:
     speeds: list[Speed]
     sameness: list[Sameness]
     optimizers: Comparison
-    swap_report: dict  # Report.to_dict()
     seconds: float
+
+    @property
+    def swapped_kinds(self) -> set[str]:
+        return {entry["kind"] for speed in self.speeds for entry in speed.swap_report["swapped"]}
 
     @property
     def same(self) -> bool | None:
@@ -84,7 +89,7 @@ class Result:
             "first_step": {name: step.to_dict() for name, step in self.first_steps.items()},
             "sameness": [phase.to_dict() for phase in self.sameness],
             "optimizers": self.optimizers.to_dict(),
-            "swap_report": self.swap_report,
+            "swap_report": self.speeds[-1].swap_report,
             "verdict": {
                 "same": self.same,
                 "not_accelerated": not_accelerated(self),
@@ -124,7 +129,35 @@ def _speed_dict(speed: Speed) -> dict:
         "variants": variants,
         "linear_operations": speed.products.operations,
         "arithmetic_gflops": speed.products.ceiling,
+        "auto": auto_dict(speed.decision),
     }
+
+
+def auto_dict(decision: Decision | None) -> dict | None:
+    """What --auto decided; the same kinds with the same reason are one entry."""
+    if decision is None:
+        return None
+    modules: dict[tuple, list[str]] = {}
+    for left in decision.left_out:
+        modules.setdefault((tuple(left.kinds), left.text), []).extend(left.names)
+    left_out = [
+        {"modules": names, "kinds": list(kinds), "reason": text}
+        for (kinds, text), names in modules.items()
+    ]
+    return {"left_out": left_out, "notes": decision.notes}
+
+
+def auto_lines(decision: Decision | None) -> list[str]:
+    """The same for people; none without --auto."""
+    if decision is None:
+        return []
+    found = auto_dict(decision)
+    gain = "; ".join(found["notes"]) or "measured on the batch: nothing gains"
+    lines = [f"--auto: {gain}."]
+    for left in found["left_out"]:
+        names = ", ".join(grouped(left["modules"]))
+        lines.append(f"  left out, {' and '.join(left['kinds'])} of {names}: {left['reason']}")
+    return lines
 
 
 def label(dropout: float | None) -> str:
@@ -138,10 +171,9 @@ def part_label(part: str) -> str:
 
 def not_accelerated(result: Result) -> dict[str, list[float]]:
     """Parts without a swapped module: their share of the swapped step, per dropout."""
-    kinds = {entry["kind"] for entry in result.swap_report["swapped"]}
     shares: dict[str, list[float]] = {}
     for part in PARTS:
-        if part in kinds or part == UNATTRIBUTED:
+        if part in result.swapped_kinds or part == UNATTRIBUTED:
             continue
         of_step = []
         for speed in result.speeds:
@@ -172,7 +204,7 @@ def verdict(result: Result) -> str:
         gaps.append(f"{short(phase.gap)}{with_dropout(phase.dropout)} ({stock}{outside})")
     rest = not_accelerated(result).items()
     shares = [f"{part_label(part)}, {_range(share)}" for part, share in rest]
-    tail = "" if result.swap_report["swapped"] else " Nothing was swapped."
+    tail = "" if result.swapped_kinds else " Nothing was swapped."
     tail += f" Not accelerated: {'; '.join(shares)}." if shares else ""
     sameness = f"{_TRAINING[result.same]}: losses {_DIFFER} {', '.join(gaps)}"
     return f"{', '.join(speeds)}; {sameness}.{tail}{_optimizer_sentence(result)}"
@@ -231,6 +263,8 @@ def print_result(result: Result, console: Console) -> None:
         if text := linear_text(speed):
             console.print(text, highlight=False, markup=False)
             console.print()
+        for line in auto_lines(speed.decision):
+            console.print(line, highlight=False, markup=False)
     print_table(console, _sameness_table(result), before="dropout ")
     for name, step in result.first_steps.items():
         gradients = "stock's gradients have no digits to compare"

@@ -20,7 +20,9 @@ SCHEMA_VERSION = 1
 WIDTH_OFF_TERMINAL = 120
 MEBIBYTE = 2**20
 # Settings of `onepass compare` that this command does not have.
-OTHERS = ("sameness", "steps", "compile", "keep_memory", "optimizers", "masters", "state_dtypes")
+OTHERS = (
+    "sameness", "steps", "auto", "compile", "keep_memory", "optimizers", "masters", "state_dtypes",
+)  # fmt: skip
 _WORDS = {True: "pays", False: "slower", None: "no difference"}
 
 
