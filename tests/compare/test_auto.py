@@ -87,7 +87,8 @@ def test_training(capsys, monkeypatch, norms_do_not_gain):
     assert report.auto_dict(decision) == found["speed"][0]["auto"]
 
 
-def test_inference(capsys, norms_do_not_gain):
+def test_inference(capsys, monkeypatch, norms_do_not_gain):
+    monkeypatch.setattr(memory, "peaks_of_steps", lambda names, *_: dict.fromkeys(names, 1))
     out = run(capsys, "--auto", "--generate", "2", "--model", f"{HERE}:model")
     assert norms_do_not_gain == [(False, False)]
     assert f"--auto: {GAIN}." in " ".join(out.split())

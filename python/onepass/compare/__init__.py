@@ -119,7 +119,7 @@ def run(settings):
     if settings.generate:
         from onepass.compare import generation
 
-        return generation.run(settings, settings.generate)
+        return generation.run(settings)
 
     from onepass.bench.machine import machine_facts
     from onepass.compare.data import load_text

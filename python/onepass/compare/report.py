@@ -318,8 +318,8 @@ def _speed_table(result: Result) -> Table:
                 f"{median:.4g} [{low:.4g}-{high:.4g}]",
                 "1" if name == "stock" else str(ratio),
                 f"{speed.items_per_second(name):,.0f}",
-                _mebibytes(variant.saved_bytes),
-                _mebibytes(variant.peak_bytes),
+                mebibytes(variant.saved_bytes),
+                mebibytes(variant.peak_bytes),
                 end_section=name == list(speed.variants)[-1],
             )
     return table
@@ -443,7 +443,7 @@ def _training_table(result: Result) -> Table:
     return table
 
 
-def _mebibytes(count: int) -> str:
+def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}"
 
 

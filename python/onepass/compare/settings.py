@@ -194,6 +194,10 @@ def read_settings(
         if not 0.0 <= p < 1.0:
             raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")
     if args.generate is not None:
+        if not args.model:
+            raise BadInput(
+                "--generate must come with --model, got none; examples/generate.py decodes the GPT"
+            )
         if args.generate < 2:
             raise BadInput(f"--generate must be at least 2 tokens, got {args.generate}")
         for name in _OF_TRAINING:
