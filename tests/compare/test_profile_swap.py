@@ -58,7 +58,8 @@ def settings_of(*flags):
 
 def profiled(*flags):
     settings = settings_of(*flags)
-    return measure.profile(workload_of(settings, None, None), settings, lambda: None)
+    with measure.Turns(workload_of(settings, None, None), settings) as turns:
+        return measure.profile(turns, settings, lambda: None)
 
 
 def slowed(monkeypatch, cls, seconds):
@@ -317,7 +318,7 @@ def test_json_schema(outcome):
         for variant in profile["variants"].values():
             assert list(variant) == [
                 "kinds", "modules", "step_ms", "times_stock", "ms_bought", "saved_bytes",
-                "peak_bytes", "pays",
+                "peak_bytes", "pays", "phases",
             ]  # fmt: skip
             assert len(variant["step_ms"]["rounds"]) == 3
             ratio, bought = variant["times_stock"], variant["ms_bought"]

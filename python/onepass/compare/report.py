@@ -452,7 +452,8 @@ def subject(settings: Settings, parameters: int, sameness: str, data: str) -> st
     layout = "RMSNorm" if settings.rmsnorm else "LayerNorm"
     model = settings.model or f"GPT of {settings.speed}, {layout}, tied head"
     dtype = str(settings.dtype).removeprefix("torch.")
-    return f"{model}{sameness}; {parameters:,} parameters, {dtype}, torch's fused AdamW; {data}"
+    optimizer = "" if settings.generate else ", torch's fused AdamW"
+    return f"{model}{sameness}; {parameters:,} parameters, {dtype}{optimizer}; {data}"
 
 
 def footer(result: Result) -> list[str]:

@@ -119,8 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--auto", action="store_true", help="swap what gains on the batch, as "
         "onepass.swap(model, sample=batch)")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
-    add("--generate", type=int, metavar="N", help="compare inference of --model: prefill, and "
-        "decoding of N tokens where it has generate(); else its forward")  # fmt: skip
     add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
         "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
@@ -138,12 +136,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the model, the data and the number of timed steps; sets other flags of
     `add_arguments` to their defaults."""
     parser.set_defaults(
-        steps=None, auto=False, compile=False, generate=None, keep_memory=False, optimizers=None,
-        master=None, state_dtype=None, plot=None,
+        steps=None, auto=False, compile=False, keep_memory=False, optimizers=None, master=None,
+        state_dtype=None, plot=None,
     )  # fmt: skip
     add = parser.add_argument
     add("--model", metavar="PACKAGE.MODULE:FUNCTION",
         help=f"a model of your own, not the GPT: {MODEL_HELP}")  # fmt: skip
+    add("--generate", type=int, metavar="N", help="inference of --model, not training: prefill, "
+        "and decoding of N tokens where it has generate(); else its forward")  # fmt: skip
     add("--text", nargs="+", metavar="FILE", help="train on these files, not the standard library")
     add("--rmsnorm", action="store_true", help="Llama layout: nn.RMSNorm and no bias")
     for name in SIZE_FLAGS:
