@@ -1,6 +1,7 @@
 """`onepass profile-swap`: measurements, advice, the command."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import shlex
@@ -267,6 +268,8 @@ def test_everything_pays():
     found = profile_of(timing, peaks_of(timing))
     assert report.sentence(found) == "Nothing to leave out: no kind is slower alone."
     assert report.call(found) == "onepass.swap(model)"
+    limited = dataclasses.replace(found, limited=True)  # others were not measured
+    assert report.call(limited) == "onepass.swap(model, kinds=('norm',))"
 
 
 # The command

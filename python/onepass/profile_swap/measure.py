@@ -72,6 +72,7 @@ class Profile:
     absent: dict[str, str]  # by kind, why nothing was swapped
     advice: Advice
     phases: dict[str, Timing] = field(default_factory=dict)  # into which `timing` can be divided
+    limited: bool = False  # by --kinds: a swap of all kinds was not measured
 
     def times_stock(self, name: str) -> Interval:
         return self.timing.ratio(name, STOCK)
@@ -131,6 +132,10 @@ class Turns:
     """A model and its optimizer, whose modules have the classes of one variant at a time.
 
     Context manager: at its end the model is stock.
+
+    Attributes:
+        reports: of the swaps, by variant.
+        idle: kinds that need not be measured.
     """
 
     idle = ()
@@ -256,7 +261,10 @@ def profile(turns: Turns | Calls, settings: Settings, advance: Callable[[], None
         name: Variant(kinds[name], changed.get(name, 0), saved[name], peak_bytes[name])
         for name in names
     }
-    return Profile(turns.dropout, turns.items_per_batch, timing, variants, absent, advice, phases)
+    return Profile(
+        turns.dropout, turns.items_per_batch, timing, variants, absent, advice, phases,
+        bool(settings.kinds),
+    )  # fmt: skip
 
 
 def _kinds(

@@ -97,7 +97,7 @@ def call(profile: Profile) -> str | None:
     """The line of Python that swaps the kinds that pay; None: no swap was measured to gain."""
     if not profile.swaps:
         return None
-    if set(profile.swaps) == set(profile.kinds):
+    if set(profile.swaps) == set(profile.kinds) and not profile.limited:
         return "onepass.swap(model)"
     return f"onepass.swap(model, kinds={profile.swaps!r})"
 
