@@ -48,11 +48,6 @@ def result_of(model: str, dropouts=(0.1, 0.0), alike=ALIKE[:1]) -> Result:
         speeds=[_speed(dropout, alike) for dropout in dropouts],
         sameness=[_training(dropout) for dropout in dropouts],
         optimizers=optimizers,
-        swap_report={
-            "swapped": [{"kind": "norm"}, {"kind": "attention"}],
-            "skipped": [],
-            "unknown": [],
-        },  # fmt: skip
         seconds=512.0,
     )
 
@@ -68,7 +63,8 @@ def _speed(dropout: float | None, alike: tuple[str, ...]) -> Speed:
             variant = Variant(None if place else parts, 99 << 20, 199 << 20, first)
             variants[form.format(name)] = variant
     timing = Timing(times, {}, dict.fromkeys(times, 0.0))
-    return Speed(dropout, 2048, timing, variants, Products(10**10, 200.0))
+    report = {"swapped": [{"kind": "norm"}, {"kind": "attention"}], "skipped": [], "unknown": []}
+    return Speed(dropout, 2048, timing, variants, Products(10**10, 200.0), report)
 
 
 def _training(dropout: float | None) -> Sameness:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from onepass import cli
+from onepass import _malloc, cli
 from onepass.bench.harness import HostClock, Timing
-from onepass.compare import generation
+from onepass.compare import generation, inference, memory
+from tests.compare.cases import settings_of
 
 HERE = "tests.compare.test_generation"
+WRITER = f"{HERE}:writer"
 
 
 class Writer(nn.Module):
@@ -50,6 +53,19 @@ def writer_of_a_tensor():
     return Writer(), prompts()
 
 
+class Hungry(Writer):
+    """Its third token takes 64 MiB."""
+
+    def forward(self, input_ids):
+        if input_ids.shape[1] == 8:
+            torch.ones(1 << 24).sum()
+        return super().forward(input_ids)
+
+
+def hungry():
+    return Hungry(), prompts()
+
+
 def broken():
     return Writer(broken=True), prompts()
 
@@ -70,14 +86,20 @@ class ByTokens(HostClock):
         return calls * float(function.args[0] if self.counts else 1)
 
 
+@pytest.fixture
+def peaks_of_a_mebibyte(monkeypatch):
+    """Without the processes that measure peaks."""
+    monkeypatch.setattr(memory, "peaks_of_steps", lambda names, *_: dict.fromkeys(names, 1 << 20))
+
+
 def compare(capsys, *arguments: str) -> tuple[int, str, str]:
     code = cli.main(["compare", "--quick", "--pairs", "2", *arguments])
     return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("function", ["writer", "writer_of_a_tensor"])
-def test_prefill_and_decoding(capsys, monkeypatch, function):
-    monkeypatch.setattr(generation, "clock_of", lambda device: ByTokens())
+def test_prefill_and_decoding(capsys, monkeypatch, peaks_of_a_mebibyte, function):
+    monkeypatch.setattr(inference, "clock_of", lambda device: ByTokens())
     code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:{function}", "--json")
     found = json.loads(out)
     assert code == 0 and found["settings"]["generate"] == 5
@@ -92,44 +114,58 @@ def test_prefill_and_decoding(capsys, monkeypatch, function):
     assert phases["prefill"]["variants"]["stock"]["tokens_per_second"] == 12
     assert phases["decode"]["variants"]["stock"]["tokens_per_second"] == 2
     assert found["generation"]["same"] == {"swapped": 1.0}
+    assert found["generation"]["peak_bytes"] == {"stock": 1 << 20, "swapped": 1 << 20}
     assert found["generation"]["swap_report"]["swapped"][0]["name"] == "norm"
 
 
 def test_too_few_tokens(capsys, monkeypatch):
     """No rate is made of a difference that is not there."""
-    monkeypatch.setattr(generation, "clock_of", lambda device: ByTokens(counts=False))
-    code, out, error = compare(capsys, "--generate", "5", "--model", f"{HERE}:writer")
+    monkeypatch.setattr(inference, "clock_of", lambda device: ByTokens(counts=False))
+    code, out, error = compare(capsys, "--generate", "5", "--model", WRITER)
     assert code == 2 and "--generate must be more tokens than these 5" in error and not out
 
 
-def test_without_generate(capsys):
+def test_without_generate(capsys, peaks_of_a_mebibyte):
     code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:layers")
     assert code == 0
     assert "forward" in out and "decode" not in out and "difference" in out
+    assert out.count(" 1.0") == 2 and "peak MiB" in out
     assert "Swapped, forward" in out or "Do not swap this model for forward" in out
     assert "--quick: few calls" in out
 
 
-def test_compiled(capsys, monkeypatch):
+def test_compiled(capsys, monkeypatch, peaks_of_a_mebibyte):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     _, out, _ = compare(capsys, "--generate", "2", "--compile", "--model", f"{HERE}:layers")
     assert "compiled stock" in out and "compiled swapped" in out
 
 
-def test_variants_share_their_tensors():
-    model = Writer()
-    again = generation._sharing(model)
-    assert again is not model and again.embed is not model.embed
-    assert again.embed.weight is model.embed.weight
+@pytest.mark.parametrize("variant", ["stock", "swapped", "swapped: norm"])
+def test_the_peak_is_that_of_all_tokens(monkeypatch, variant):
+    sent = []
+    monkeypatch.setattr(_malloc, "map_apart", lambda: None)
+    settings = settings_of("--generate", "4", "--model", f"{HERE}:hungry")
+    memory._measure(SimpleNamespace(send=sent.append), variant, None, settings, None)
+    assert 60 <= sent[0] >> 20 < 96
+
+
+def test_variants_share_their_tensors(monkeypatch):
+    called, made = [], inference.Inference(settings_of("--generate", "2", "--model", WRITER))
+    monkeypatch.setattr(inference, "_generating", lambda model, batch: called.append(model))
+    for name in ("stock", "swapped"):
+        made.variant(name)
+    stock, swapped = called
+    assert stock.embed.weight is swapped.embed.weight is made.model.embed.weight
+    assert type(made.model.norm) is type(stock.norm) is nn.LayerNorm is not type(swapped.norm)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--generate", "5"], "--generate must come with --model, got none"),
-        (["--generate", "1", "--model", f"{HERE}:writer"], "must be at least 2 tokens, got 1"),
-        (["--generate", "5", "--plot", "--model", f"{HERE}:writer"], "drop --plot"),
-        (["--generate", "5", "--steps", "3", "--model", f"{HERE}:writer"], "drop --steps"),
+        (["--generate", "1", "--model", WRITER], "must be at least 2 tokens, got 1"),
+        (["--generate", "5", "--plot", "--model", WRITER], "drop --plot"),
+        (["--generate", "5", "--steps", "3", "--model", WRITER], "drop --steps"),
         (["--generate", "5", "--model", f"{HERE}:broken"], "ValueError: no cache"),
     ],
 )
@@ -150,16 +186,24 @@ def test_verdict(times, sentence):
     stock = [2.0, 2.02, 1.98]
     timing = Timing({"stock": stock, "swapped": times}, dict(stock=1, swapped=1), {})
     found = generation.Generation(
-        None, {}, 5, {"prefill": (timing, 1), "decode": (timing, 1)}, {}, {}, {}, 0.0
+        None, {}, 5, {"prefill": (timing, 1), "decode": (timing, 1)}, {}, {}, {}, {}, 0.0
     )
     assert found.verdict() == sentence
 
 
 def test_what_is_left_out_is_said(capsys):
     timing = Timing({"stock": [1.0, 1.0], "swapped": [1.0, 1.0]}, dict(stock=1, swapped=1), {})
-    settings = type("Settings", (), {"model": "mine", "quick": False})
+    settings = settings_of("--model", "mine")
     found = generation.Generation(
-        settings, {}, 0, {"forward": (timing, 1)}, {"swapped": 0.0}, {"attached": "no"}, {}, 0.0
+        settings,
+        {},
+        0,
+        {"forward": (timing, 1)},
+        {"swapped": 0.0},
+        dict(stock=1, swapped=1),
+        {"attached": "no"},
+        {},
+        0.0,
     )
     found.show(Console(width=120))
     assert "Without attached: no." in capsys.readouterr().out

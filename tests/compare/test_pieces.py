@@ -172,8 +172,7 @@ def test_cast_changes_floating_point_tensors_alone():
 
 def test_saved_bytes_are_unique_storages_without_parameters():
     model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
-    settings = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    trainer = train.Trainer(model, settings)
+    trainer = train.Trainer(model, settings_of())
     x = torch.randn(4, 8)
     # The input, ReLU's output (saved by ReLU and by the second Linear: once), and for the mean
     # square the output.
@@ -301,13 +300,13 @@ def result(
             Timing({"stock": [ratio] * 8, "swapped": [1.0] * 8}, {}, {}),
             {"stock": variant, "swapped": variant},
             Products(10**6, 4.0),
+            {"swapped": [{"kind": kind} for kind in kinds], "skipped": [], "unknown": []},
         )
         for dropout in dropouts
     ]
-    swap_report = {"swapped": [{"kind": kind} for kind in kinds], "skipped": [], "unknown": []}
     return report.Result(
         settings_of(), {}, "text", 1, speeds, list(phases or [sameness((2.0, 1.0))]),
-        optimizer or compared(left_out=True), swap_report, 1,
+        optimizer or compared(left_out=True), 1,
     )  # fmt: skip
 
 
@@ -366,7 +365,7 @@ def test_verdict_names_attention_by_hand_that_was_left(section):
     entries = [{"reason": why.because("read by max")} for why in (reason, reason, Reason.HOOKS)]
     outcome = result(1.32, linear=0.3, other="attention")
     assert report.verdict(outcome).endswith("attention, 70 %; linear layers, 30 %.")
-    outcome.swap_report[section] = entries
+    outcome.speeds[-1].swap_report[section] = entries
     assert "Not accelerated: 2 x softmax(q k^T) v by hand, 70 %; linear" in report.verdict(outcome)
 
 
@@ -401,14 +400,14 @@ def test_a_norm_that_is_off_by_little_is_different(monkeypatch, text):
         def forward(self, x):
             return 1.0001 * super().forward(x)
 
-    def swap(model, kinds):
+    def swap(model, **options):
         for module in model.modules():
             if type(module) is nn.LayerNorm:
                 module.__class__ = Off
 
     settings = settings_of("--steps", "20")
     workload = GptWorkload(settings, text, TINY, dropout=0.0)
-    monkeypatch.setattr(onepass, "swap", lambda model, kinds: None)
+    monkeypatch.setattr(onepass, "swap", lambda model, **options: None)
     unchanged = train.compare_training(workload, settings, lambda: None)
     assert unchanged.same and unchanged.stock_gap > 0
     monkeypatch.setattr(onepass, "swap", swap)

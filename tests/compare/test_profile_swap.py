@@ -1,6 +1,7 @@
 """`onepass profile-swap`: measurements, advice, the command."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import shlex
@@ -58,7 +59,8 @@ def settings_of(*flags):
 
 def profiled(*flags):
     settings = settings_of(*flags)
-    return measure.profile(workload_of(settings, None, None), settings, lambda: None)
+    with measure.Turns(workload_of(settings, None, None), settings) as turns:
+        return measure.profile(turns, settings, lambda: None)
 
 
 def slowed(monkeypatch, cls, seconds):
@@ -266,6 +268,8 @@ def test_everything_pays():
     found = profile_of(timing, peaks_of(timing))
     assert report.sentence(found) == "Nothing to leave out: no kind is slower alone."
     assert report.call(found) == "onepass.swap(model)"
+    limited = dataclasses.replace(found, limited=True)  # others were not measured
+    assert report.call(limited) == "onepass.swap(model, kinds=('norm',))"
 
 
 # The command
@@ -317,7 +321,7 @@ def test_json_schema(outcome):
         for variant in profile["variants"].values():
             assert list(variant) == [
                 "kinds", "modules", "step_ms", "times_stock", "ms_bought", "saved_bytes",
-                "peak_bytes", "pays",
+                "peak_bytes", "pays", "phases",
             ]  # fmt: skip
             assert len(variant["step_ms"]["rounds"]) == 3
             ratio, bought = variant["times_stock"], variant["ms_bought"]

@@ -65,6 +65,15 @@ def test_a_phase_that_takes_longer_than_expected_says_so(clock):
     assert shown.line() == "Speed: step 1 of 1; 0:06 so far, longer than expected"
 
 
+def test_a_phase_without_steps_counts_none(clock):
+    shown = Progress("compare", [Phase("Choice", seconds=5.0)])
+    shown.next()
+    clock[0] = 1.0
+    assert shown.line() == "Choice; 0:01 of about 0:05, 0:04 left"
+    auto = phases_of(settings_of("--auto", "--dropout", "0"), (0.0,), [BASELINE])
+    assert [phase.kind for phase in auto][:2] == ["Choice", "Speed"]
+
+
 def test_a_line_every_ten_seconds_off_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.02)
     monkeypatch.setattr("sys.stderr", told := io.StringIO())

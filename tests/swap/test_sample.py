@@ -1,6 +1,7 @@
 """`swap(sample=)`: what gains on a batch is swapped, by a clock that counts given costs."""
 
 import itertools
+import json
 import sys
 
 import pytest
@@ -12,7 +13,9 @@ import onepass
 from onepass.bench import harness
 from onepass.swapping import sample
 from onepass.swapping.classes import Swapped
+from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
+from onepass.swapping.walk import Choice
 
 STOCK_COST, FASTER, SLOWER = 1e-3, 0.5e-3, 2e-3
 
@@ -234,15 +237,19 @@ def test_a_tensor_that_is_given_twice_stays_one():
         assert query is key and query is not x and query.is_leaf and query.requires_grad
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
-    """The cost of a step is that of the attention that its config names."""
+def small_llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
+    """The cost of a step is that of the attention that its config names."""
+    model = small_llama()
 
     def seconds(self, function, calls):
         seen = []
@@ -263,6 +270,34 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
     assert (model.config._attn_implementation == "onepass") is faster
     assert onepass.unswap(model) is not None
     assert model.config._attn_implementation != "onepass"
+
+
+@pytest.mark.parametrize("kind", ["rotary", "attention"])
+def test_kinds_of_one_module_are_left_out_apart(kind):
+    """A Llama's attention rotates by its class, and attends by the name in its config."""
+    model = small_llama()
+    choice = Choice(None, None, None, None)
+    plan = Plan(model, ("rotary", "attention"), choice, True, False, False, False)
+    modules = {id(change.module) for change in plan.classes} if kind == "rotary" else set()
+    plan.leave_out(modules, Reason.NO_GAIN.because("0.5"), kind == "attention")
+    (left,) = plan.left_out
+    assert left.names == ["model.layers.0.self_attn"] and left.kinds == [kind]
+    (kept,) = {"rotary", "attention"} - {kind}
+    decision = sample.Decision.from_json(json.loads(json.dumps([plan.left_out, []])))
+    report = onepass.swap(model, kinds=("rotary", "attention"), sample=decision)
+    assert kinds_of(plan.report) == kinds_of(report) == {left.names[0]: kept}
+    assert plan.report.skipped == report.skipped
+
+
+def test_a_decision_is_repeated_for_another_copy(costs, monkeypatch):
+    costs["cost"] = lambda module: SLOWER if isinstance(module, nn.Dropout) else FASTER
+    options = {"kinds": ("norm", "dropout")}
+    measured = onepass.swap(Net(), sample=batch(), dry_run=True, **options)
+    monkeypatch.setattr(sample, "_Measurement", None)
+    model = Net()
+    repeated = onepass.swap(model, sample=measured._decision, **options)
+    assert repeated.to_dict() == measured.to_dict() and reasons_of(repeated) == reasons_of(measured)
+    assert isinstance(model.large.norm, Swapped) and type(model.large.drop) is nn.Dropout
 
 
 def test_numpy_is_asked_for_by_name(monkeypatch):

@@ -14,11 +14,12 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
 - ``machine``: facts of the machine and the software, text per key
 - ``settings``: every flag as it was used; ``speed`` and ``sameness`` in it are the GPT's sizes
 - ``data``: what was trained on; ``parameters``: of the model in the speed phase
-- ``speed``: per dropout probability ``{dropout, items_per_batch, variants}``; dropout is null for
-  ``--model``; variants by name (stock, swapped; with --compile compiled stock and compiled swapped;
-  with --keep-memory the same two, kept memory: in a process that keeps what it has freed; in
-  float32, where this CPU multiplies otherwise then, stock, medium precision: with
-  ``torch.set_float32_matmul_precision("medium")``):
+- ``speed``: per dropout probability ``{dropout, items_per_batch, variants, auto}``; dropout is null
+  for ``--model``; ``auto``, null without ``--auto``: ``{left_out, notes}``, where left_out lists
+  ``{modules, kinds, reason}``, the reason with its figure; variants by name (stock, swapped; with
+  --compile compiled stock and compiled swapped; with --keep-memory the same two, kept memory: in a
+  process that keeps what it has freed; in float32, where this CPU multiplies otherwise then, stock,
+  medium precision: with ``torch.set_float32_matmul_precision("medium")``):
   ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``page_faults`` per
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
@@ -45,7 +46,7 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
   ``state_bytes_per_parameter``, ``bytes_per_parameter`` (with the parameter itself and its
   gradient), ``losses`` at ``steps`` and their ``gap`` to stock's (null where not trained), ``same``
   (null where other numerics were asked for, or as in ``sameness``)
-- ``swap_report``: ``Report.to_dict()`` of the swap
+- ``swap_report``: ``Report.to_dict()`` of the swap, at the last dropout probability
 - with ``--generate``, in place of the phases: see :mod:`onepass.compare.generation`
 - ``verdict``: ``{same, not_accelerated, sentence, optimizer_same}``; not_accelerated: share of the
   swapped step per part and dropout; optimizer_same: of training by onepass's AdamW, null where not
@@ -118,7 +119,7 @@ def run(settings):
     if settings.generate:
         from onepass.compare import generation
 
-        return generation.run(settings, settings.generate)
+        return generation.run(settings)
 
     from onepass.bench.machine import machine_facts
     from onepass.compare.data import load_text
@@ -156,12 +157,16 @@ def run(settings):
         speeds, sameness = [], []
         phases = phases_of(settings, [workload.dropout for workload in fast], choices)
         with Progress("compare", phases) as progress:
+            decided = []
             for workload in fast:
-                speed, report = compare_speed(workload, settings, progress.next())
-                speeds.append(speed)
-            for workload in slow:
+                if settings.auto:
+                    progress.next()
+                decided.append(settings.decided(workload.build(), workload.batch(0)))
+            for workload, chosen in zip(fast, decided, strict=True):
+                speeds.append(compare_speed(workload, chosen, progress.next()))
+            for workload, chosen in zip(slow, decided, strict=True):
                 advance = progress.next()
-                sameness.append(compare_training(workload, settings, advance, further_runs))
+                sameness.append(compare_training(workload, chosen, advance, further_runs))
             optimizers = compare_optimizers(
                 choices, left_out, speeds[checked].timing.median("stock"), fast[checked],
                 slow[checked], sameness[checked], settings, progress.next(),
@@ -171,7 +176,7 @@ def run(settings):
         torch.set_num_threads(threads)
     return Result(
         settings, machine, data, parameters, speeds, sameness, optimizers,
-        report.to_dict(), time.perf_counter() - start,
+        time.perf_counter() - start,
     )  # fmt: skip
 
 

@@ -1,50 +1,39 @@
-"""`onepass compare --generate N`: inference, stock and swapped, in eval mode and without gradients.
+"""`onepass compare --generate N`: inference, stock and swapped; see `onepass.compare.inference`.
 
-A model with `generate`, as transformers' have, continues the prompts of its batch greedily by N
-tokens. The median time for a single token is that of the prefill; what N tokens take longer is that
-of decoding. All other models are called on their batch: that is the whole measurement. Variants
-share their parameters and take turns. Beside stock and swapped there are attached, where
-`onepass.integrations.transformers.attach` takes the model, and with ``--compile`` both compiled.
+Beside stock and swapped there are attached, where `onepass.integrations.transformers.attach` takes
+the model, and with ``--compile`` both compiled.
 
 ``--json`` writes one object like that of `onepass compare`, with ``generation`` in place of the
-phases of training: ``{phases, same, swap_report}``. ``phases`` by name (prefill and decode, or
-forward): ``tokens`` of a call, and per variant ``ms {median, p10, p90, rounds}``,
-``tokens_per_second``, ``ratio_to_stock {median, low, high}``. ``same`` per variant: the share of
-tokens that are stock's, or without `generate` the largest difference relative to stock's largest
-number.
+phases of training: ``{phases, same, peak_bytes, left_out, auto, swap_report}``. ``phases`` by name
+(prefill and decode, or forward): ``tokens`` of a call, and per variant ``ms {median, p10, p90,
+rounds}``, ``tokens_per_second``, ``ratio_to_stock {median, low, high}``. Per variant ``same``: the
+share of tokens that are stock's, or without `generate` the largest difference relative to stock's
+largest number; ``peak_bytes``: of a call (prefill and decoding) in a process of its own, beside the
+parameters. ``left_out``: reasons by variant; ``auto``: as in ``speed`` of a training.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import itertools
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import onepass
-from onepass._batch import arguments
 from onepass._tables import print_table
-from onepass.bench.harness import Timing, clock_of, measure_pairs
+from onepass.bench.harness import Timing
 from onepass.bench.machine import machine_facts
-from onepass.compare.errors import BadInput
-from onepass.compare.model import move
+from onepass.compare import memory
+from onepass.compare.inference import ATTACHED, PREFILL, SECONDS, Call, Inference
 from onepass.compare.progress import Phase, Progress
+from onepass.compare.report import auto_dict, auto_lines, mebibytes
 from onepass.compare.settings import Settings
-from onepass.compare.user_model import batch_of, load_user_model, telling_errors, tokens_in
-
-STOCK, SWAPPED, ATTACHED = "stock", "swapped", "attached"
-COMPILED = "compiled {}"
-SECONDS = 4.0  # of timed calls, at least, unless --quick
-_LABELS = ("labels", "targets")  # keywords of a batch that `generate` does not take
+from onepass.compare.variants import COMPILED, STOCK, SWAPPED
+from onepass.swapping import sample
 
 
 @dataclass
@@ -53,7 +42,7 @@ class Generation:
 
     Attributes:
         phases: by name (times, tokens of a call).
-        same: by variant, as in the JSON.
+        same, peaks: by variant, as `same` and `peak_bytes` of the JSON.
         left_out: variants that are not there, with the reason.
     """
 
@@ -62,6 +51,7 @@ class Generation:
     count: int  # tokens that are generated; 0 without `generate`
     phases: dict[str, tuple[Timing, int]]
     same: dict[str, float]
+    peaks: dict[str, int]
     left_out: dict[str, str]
     swap_report: dict
     seconds: float
@@ -76,7 +66,9 @@ class Generation:
             "generation": {
                 "phases": {name: _as_dict(*phase) for name, phase in self.phases.items()},
                 "same": self.same,
+                "peak_bytes": self.peaks,
                 "left_out": self.left_out,
+                "auto": auto_dict(self.settings.decision),
                 "swap_report": self.swap_report,
             },
         }
@@ -90,6 +82,7 @@ class Generation:
             "tokens/s",
             r"times as fast \[95 %]",
             self._sameness(),
+            "peak MiB",
         ):
             table.add_column(column, justify="right")
         for phase, (timing, tokens) in self.phases.items():
@@ -101,11 +94,14 @@ class Generation:
                     f"{median:.4g} [{low:.4g}-{high:.4g}]",
                     f"{1e3 * tokens / median:,.0f}",
                     "1" if name == STOCK else str(timing.ratio(name, STOCK)),
-                    self._same(name) if phase != "prefill" and name != STOCK else "",
+                    self._same(name) if phase != PREFILL and name != STOCK else "",
+                    mebibytes(self.peaks[name]) if phase != PREFILL else "",
                 )
         print_table(console, table, names=2)
         for name, reason in self.left_out.items():
             console.print(f"Without {name}: {reason}.")
+        for line in auto_lines(self.settings.decision):
+            console.print(line, highlight=False, markup=False)
         console.print(self.verdict())
         if self.settings.quick:
             console.print("--quick: few calls, a trial of the tool and not a measurement.")
@@ -139,148 +135,64 @@ def _as_dict(timing: Timing, tokens: int) -> dict:
     return {"tokens": tokens, "variants": variants}
 
 
-def run(settings: Settings, count: int) -> Generation:
+def run(settings: Settings) -> Generation:
     """Measures inference of --model.
 
     Raises:
-        BadInput: there is no --model, or it does not run on its batch.
+        BadInput: the model does not run on its batch.
     """
-    if not settings.model:
-        raise BadInput(
-            "--generate must come with --model, got none; examples/generate.py decodes the GPT"
-        )
     start, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        return _run(settings, count, start)
+        return _run(settings, start)
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(settings: Settings, count: int, start: float) -> Generation:
-    model, batches = load_user_model(settings.model, settings.seed)
-    model = model.to(settings.device).eval()
-    batch = move(batch_of(batches, 0), settings.device)
-    variants, left_out, report = _variants(model, settings)
-    generates = callable(getattr(model, "generate", None))
-    calls = {
-        name: _generating(variant, batch) if generates else _calling(variant, batch)
-        for name, variant in variants.items()
-    }
-    rounds, seconds = (settings.pairs, 0.0) if settings.quick else (settings.pairs, SECONDS)
-    measure = functools.partial(
-        measure_pairs, rounds=rounds, seconds=seconds, clock=clock_of(settings.device.type)
-    )
-    phase = Phase("Inference", seconds=seconds)
-    with telling_errors(model, batch), _inference(settings), Progress("compare", [phase]) as shown:
-        shown.next()
-        results = {name: call(count) for name, call in calls.items()}
-        if generates:
-            phases = _prefill_and_decode(calls, count, tokens_in(batch), results[STOCK], measure)
-        else:
-            timing = measure({name: functools.partial(call, 0) for name, call in calls.items()})
-            phases = {"forward": (timing, tokens_in(batch))}
+def _run(settings: Settings, start: float) -> Generation:
+    inference = Inference(settings)
+    phases = [Phase("Choice", seconds=sample.SECONDS)] * settings.auto
+    phases.append(Phase("Inference", seconds=0.0 if settings.quick else SECONDS))
+    with Progress("compare", phases) as progress:
+        if settings.auto:
+            progress.next()
+            settings = inference.settings = settings.decided(inference.model, inference.batch)
+        progress.next()
+        calls, left_out, swap_report = _calls(inference)
+        with inference.inside():
+            results = {name: call(inference.count) for name, call in calls.items()}
+            measured = inference.time(calls)
+        peaks = memory.peaks_of_steps(list(calls), None, settings)
     stock = results.pop(STOCK)
-    compare = _same_tokens if generates else _difference
+    compare = _same_tokens if inference.generates else _difference
     return Generation(
         settings=settings,
         machine=machine_facts(),
-        count=count if generates else 0,
-        phases=phases,
+        count=inference.count,
+        phases=measured,
         same={name: compare(result, stock) for name, result in results.items()},
+        peaks=peaks,
         left_out=left_out,
-        swap_report=report.to_dict(),
+        swap_report=swap_report,
         seconds=time.perf_counter() - start,
     )
 
 
-def _prefill_and_decode(
-    calls: dict, count: int, tokens: int, result: Tensor, measure: Callable[[dict], Timing]
-) -> dict[str, tuple[Timing, int]]:
-    names = list(calls)
-    timing = measure(
-        {
-            **{f"1 {name}": functools.partial(calls[name], 1) for name in names},
-            **{f"N {name}": functools.partial(calls[name], count) for name in names},
-        }
-    )
-    ones, whole = ({n: timing.times[f"{which} {n}"] for n in names} for which in "1N")
-    first = {n: statistics.median(ones[n]) for n in names}
-    decode = {n: [seconds - first[n] for seconds in whole[n]] for n in names}
-    if min(map(min, decode.values())) <= 0.0:
-        raise BadInput(
-            f"--generate must be more tokens than these {count}, whose decoding takes no longer "
-            "than runs differ"
-        )
-    once, none = dict.fromkeys(names, 1), dict.fromkeys(names, 0.0)
-    return {
-        "prefill": (Timing(ones, once, none), tokens),
-        "decode": (Timing(decode, once, none), len(result) * (count - 1)),
-    }
-
-
-def _inference(settings: Settings):
-    return torch.autocast(
-        settings.device.type, settings.dtype, enabled=settings.dtype is not torch.float32
-    )
-
-
-def _variants(
-    model: nn.Module, settings: Settings
-) -> tuple[dict[str, nn.Module], dict[str, str], onepass.Report]:
-    """Copies that share the model's tensors, by name; those that there are not, with the reason;
-    the report of the swap."""
-    variants, left_out = {STOCK: model, SWAPPED: _sharing(model)}, {}
-    report = settings.swap(variants[SWAPPED])
-    if hasattr(model, "config") and hasattr(model, "set_attn_implementation"):
-        from onepass.integrations.transformers import attach
-
-        variants[ATTACHED] = _sharing(model)
+def _calls(inference: Inference) -> tuple[dict[str, Call], dict[str, str], dict]:
+    """Calls by variant; the variants that there are not, with the reason; the report of the
+    swap."""
+    stock, _ = inference.variant(STOCK)
+    swapped, report = inference.variant(SWAPPED)
+    calls, left_out = {STOCK: stock, SWAPPED: swapped}, {}
+    if hasattr(inference.model, "config") and hasattr(inference.model, "set_attn_implementation"):
         try:
-            attach(variants[ATTACHED])
+            calls[ATTACHED], _ = inference.variant(ATTACHED)
         except Exception as error:  # it refuses by ValueError and others
-            del variants[ATTACHED]
             left_out[ATTACHED] = str(error).splitlines()[0]
-    if settings.compile:
-        for name in (STOCK, SWAPPED):
-            compiled = _sharing(variants[name])
-            compiled.forward = torch.compile(compiled.forward, dynamic=True)
-            variants[COMPILED.format(name)] = compiled
-    return variants, left_out, report
-
-
-def _sharing(model: nn.Module) -> nn.Module:
-    """A copy of the model with the same parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def _calling(model: nn.Module, batch: object) -> Callable[[int], object]:
-    args, kwargs = arguments(model, batch)
-
-    def call(_: int) -> object:
-        with torch.no_grad():
-            return model(*args, **kwargs)
-
-    return call
-
-
-def _generating(model: nn.Module, batch: object) -> Callable[[int], Tensor]:
-    """A call that continues the prompts by so many tokens, which it returns."""
-    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
-    kwargs = {name: value for name, value in kwargs.items() if name not in _LABELS}
-    if not isinstance(batch, Mapping):
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        kwargs = {"input_ids": leaves[0]} if leaves else {}
-
-    def call(count: int) -> Tensor:
-        with torch.no_grad():
-            found = model.generate(
-                **kwargs, max_new_tokens=count, min_new_tokens=count, do_sample=False
-            )
-        return found[:, -count:]
-
-    return call
+    if inference.settings.compile:
+        for name in (f"{COMPILED}{STOCK}", f"{COMPILED}{SWAPPED}"):
+            calls[name], _ = inference.variant(name)
+    return calls, left_out, report.to_dict()
 
 
 def _same_tokens(tokens: Tensor, stock: Tensor) -> float:

@@ -52,7 +52,7 @@ class Steps:
 @contextlib.contextmanager
 def steps(dropout: float | None, settings: Settings) -> Iterator[Steps]:
     """Starts the process, which has made a step of each variant; ends it."""
-    task = {"dropout": dropout, "settings": settings.to_dict()}
+    task = {"dropout": dropout, "settings": settings.task()}
     command = [sys.executable, "-m", "onepass.compare.kept", json.dumps(task)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

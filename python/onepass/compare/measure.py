@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import onepass
 from onepass.bench.harness import Timing
 from onepass.compare import attribution, kept, memory
 from onepass.compare.errors import BadModel
@@ -28,6 +27,7 @@ from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED, names, trainer_of
 from onepass.swapping.masks import Masks, Unpaired
+from onepass.swapping.sample import Decision
 from onepass.swapping.undisturbed import Random
 
 SECONDS = 35.0  # rounds continue this long if the requested number takes less
@@ -73,6 +73,8 @@ class Speed:
     timing: Timing
     variants: dict[str, Variant]
     products: Products
+    swap_report: dict  # Report.to_dict()
+    decision: Decision | None = None  # of --auto
 
     def milliseconds(self, name: str) -> tuple[float, float, float]:
         """Median, 10th and 90th percentile of a variant's step."""
@@ -84,9 +86,7 @@ class Speed:
         return self.items_per_batch / self.timing.median(name)
 
 
-def compare_speed(
-    workload, settings: Settings, advance: Callable[[], None]
-) -> tuple[Speed, onepass.Report]:
+def compare_speed(workload, settings: Settings, advance: Callable[[], None]) -> Speed:
     """Measures all variants of a workload, and compares their first steps."""
     made = {name: trainer_of(name, workload.build(), settings) for name in names(settings)}
     trainers, report = {name: trainer for name, (trainer, _) in made.items()}, made[SWAPPED][1]
@@ -124,7 +124,10 @@ def compare_speed(
         name: Variant(parts.get(name), saved[name], peak, first_steps.get(name))
         for name, peak in peaks.items()
     }
-    return Speed(workload.dropout, workload.items_per_batch, timing, variants, products), report
+    return Speed(
+        workload.dropout, workload.items_per_batch, timing, variants, products, report.to_dict(),
+        settings.decision,
+    )  # fmt: skip
 
 
 def _parts(

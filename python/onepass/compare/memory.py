@@ -1,4 +1,4 @@
-"""Peak memory of one training step, in a separate process.
+"""Peak memory of one training step, or with --generate of one call, in a separate process.
 
 Runs as ``python -m onepass.compare.memory JSON``. A peak is the high-water mark during the step
 minus the level before it, on CUDA that of torch's allocator. A separate process, because freed
@@ -13,13 +13,15 @@ The tensors alive at once are 306 and 307 MiB there (torch's profiler), and thes
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import json
 import multiprocessing
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,6 +30,7 @@ import torch
 import onepass
 from onepass import _malloc
 from onepass.compare.data import Text, load_text
+from onepass.compare.inference import Inference
 from onepass.compare.settings import Settings, make_current
 from onepass.compare.variants import COMPILED, KEPT, trainer_of
 from onepass.compare.workload import workload_of
@@ -40,8 +43,8 @@ _STATUS = Path("/proc/self/status")
 def peaks_of_steps(
     variants: Sequence[str], dropout: float | None, settings: Settings
 ) -> dict[str, int]:
-    """Bytes that one step of each variant needs at most."""
-    task = {"variants": variants, "dropout": dropout, "settings": settings.to_dict()}
+    """Bytes that one step, or with --generate one call, of each variant needs at most."""
+    task = {"variants": variants, "dropout": dropout, "settings": settings.task()}
     command = [sys.executable, "-m", "onepass.compare.memory", json.dumps(task)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -78,12 +81,23 @@ def _measure(
 ) -> None:
     torch.set_num_threads(settings.threads)
     make_current(settings.device)
-    kept = variant.endswith(KEPT)
-    if kept:
+    if variant.endswith(KEPT):
         onepass.keep_freed_memory()
     else:
         _malloc.map_apart()
-    workload = workload_of(settings, text, dropout)
+    measure = _cuda_peak if settings.device.type == "cuda" else _cpu_peak
+    if settings.generate:
+        work = _inference(variant, settings)
+    else:
+        work = _training(variant, workload_of(settings, text, dropout), settings)
+    with work as measured:
+        gc.collect()
+        sender.send(measure(measured))
+
+
+@contextlib.contextmanager
+def _training(variant: str, workload, settings: Settings) -> Iterator[Callable[[], None]]:
+    """A step, or with kept memory a few, after a warm-up."""
     trainer, _ = trainer_of(variant, workload.build(), settings)
     # Optimizer state, caches, compiled code: there before the level is taken. A small batch leaves
     # little freed memory behind for the measured step to reuse.
@@ -91,12 +105,20 @@ def _measure(
     batch = workload.batch(0)
 
     def steps() -> None:
-        for _ in range(KEPT_STEPS if kept else 1):
+        for _ in range(KEPT_STEPS if variant.endswith(KEPT) else 1):
             trainer.step(batch)
 
-    gc.collect()
-    measure = _cuda_peak if settings.device.type == "cuda" else _cpu_peak
-    sender.send(measure(steps))
+    yield steps
+
+
+@contextlib.contextmanager
+def _inference(variant: str, settings: Settings) -> Iterator[Callable[[], object]]:
+    """A call, after one as a warm-up."""
+    inference = Inference(settings)
+    call, _ = inference.variant(variant)
+    with inference.inside():
+        call(inference.count)
+        yield functools.partial(call, inference.count)
 
 
 def _cuda_peak(step) -> int:

@@ -10,6 +10,7 @@ from onepass.compare.report import label
 from onepass.compare.settings import Settings
 from onepass.compare.train import STOCK_RUNS, USER_SECONDS
 from onepass.compare.variants import kept_names, names
+from onepass.swapping import sample
 
 
 def phases_of(
@@ -18,7 +19,12 @@ def phases_of(
     trained, kept = names(settings), kept_names(settings)
     steps = len(trained) + settings.pairs * len(trained + kept) + bool(kept) + 1
     seconds = 0.0 if settings.quick else measure.SECONDS + measure.WATCHED_SECONDS
-    found = [Phase(f"Speed, dropout {label(p)}", steps, seconds) for p in dropouts]
+    found = [
+        Phase(f"Choice, dropout {label(p)}", seconds=sample.SECONDS)
+        for p in dropouts
+        if settings.auto
+    ]
+    found += [Phase(f"Speed, dropout {label(p)}", steps, seconds) for p in dropouts]
     further = sum(choice.is_trained for choice in choices)
     runs = STOCK_RUNS + 1
     # Without a number of steps the runs share the time.

@@ -99,8 +99,9 @@ class Progress:
     def line(self) -> str:
         """The phase, its step, and the time."""
         phase, done = self._phase, self._done
-        steps = f" of {phase.steps}" if done <= phase.steps else ""
-        return f"{phase.name}: step {done}{steps}; {spent(*self.times())}"
+        step = f": step {done}" if done or phase.steps else ""
+        of = f" of {phase.steps}" if done <= phase.steps and step else ""
+        return f"{phase.name}{step}{of}; {spent(*self.times())}"
 
     def _show(self) -> None:
         elapsed, left = self.times()

@@ -18,6 +18,8 @@ from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
 from onepass.compare.variants import baseline_of
 from onepass.swapping.reasons import Reason
+from onepass.swapping.report import grouped
+from onepass.swapping.sample import Decision
 
 SCHEMA_VERSION = 1
 SAME = {True: "same", False: "different", None: "cannot tell"}
@@ -48,8 +50,11 @@ class Result:
     speeds: list[Speed]
     sameness: list[Sameness]
     optimizers: Comparison
-    swap_report: dict  # Report.to_dict()
     seconds: float
+
+    @property
+    def swapped_kinds(self) -> set[str]:
+        return {entry["kind"] for speed in self.speeds for entry in speed.swap_report["swapped"]}
 
     @property
     def same(self) -> bool | None:
@@ -85,7 +90,7 @@ class Result:
             "first_step": {name: step.to_dict() for name, step in self.first_steps.items()},
             "sameness": [phase.to_dict() for phase in self.sameness],
             "optimizers": self.optimizers.to_dict(),
-            "swap_report": self.swap_report,
+            "swap_report": self.speeds[-1].swap_report,
             "verdict": {
                 "same": self.same,
                 "not_accelerated": not_accelerated(self),
@@ -125,7 +130,35 @@ def _speed_dict(speed: Speed) -> dict:
         "variants": variants,
         "linear_operations": speed.products.operations,
         "arithmetic_gflops": speed.products.ceiling,
+        "auto": auto_dict(speed.decision),
     }
+
+
+def auto_dict(decision: Decision | None) -> dict | None:
+    """What --auto decided; the same kinds with the same reason are one entry."""
+    if decision is None:
+        return None
+    modules: dict[tuple, list[str]] = {}
+    for left in decision.left_out:
+        modules.setdefault((tuple(left.kinds), left.text), []).extend(left.names)
+    left_out = [
+        {"modules": names, "kinds": list(kinds), "reason": text}
+        for (kinds, text), names in modules.items()
+    ]
+    return {"left_out": left_out, "notes": decision.notes}
+
+
+def auto_lines(decision: Decision | None) -> list[str]:
+    """The same for people; none without --auto."""
+    if decision is None:
+        return []
+    found = auto_dict(decision)
+    gain = "; ".join(found["notes"]) or "measured on the batch: nothing gains"
+    lines = [f"--auto: {gain}."]
+    for left in found["left_out"]:
+        names = ", ".join(grouped(left["modules"]))
+        lines.append(f"  left out, {' and '.join(left['kinds'])} of {names}: {left['reason']}")
+    return lines
 
 
 def label(dropout: float | None) -> str:
@@ -139,10 +172,9 @@ def part_label(part: str) -> str:
 
 def not_accelerated(result: Result) -> dict[str, list[float]]:
     """Parts without a swapped module: their share of the swapped step, per dropout."""
-    kinds = {entry["kind"] for entry in result.swap_report["swapped"]}
     shares: dict[str, list[float]] = {}
     for part in PARTS:
-        if part in kinds or part == UNATTRIBUTED:
+        if part in result.swapped_kinds or part == UNATTRIBUTED:
             continue
         of_step = []
         for speed in result.speeds:
@@ -173,7 +205,7 @@ def verdict(result: Result) -> str:
         gaps.append(f"{short(phase.gap)}{with_dropout(phase.dropout)} ({stock}{outside})")
     rest = not_accelerated(result).items()
     shares = [f"{_left_part(result, part)}, {_range(share)}" for part, share in rest]
-    tail = "" if result.swap_report["swapped"] else " Nothing was swapped."
+    tail = "" if result.swapped_kinds else " Nothing was swapped."
     tail += f" Not accelerated: {'; '.join(shares)}." if shares else ""
     sameness = f"{_TRAINING[result.same]}: losses {_DIFFER} {', '.join(gaps)}"
     return f"{', '.join(speeds)}; {sameness}.{tail}{_optimizer_sentence(result)}"
@@ -182,7 +214,8 @@ def verdict(result: Result) -> str:
 def _left_part(result: Result, part: str) -> str:
     """The name of a part that is not accelerated; attention's with how many modules compute it by
     hand."""
-    left = result.swap_report["skipped"] + result.swap_report["unknown"]
+    report = result.speeds[-1].swap_report
+    left = report["skipped"] + report["unknown"]
     count = sum(
         entry["reason"].kind in (Reason.BY_HAND, Reason.BY_HAND_ELSEWHERE) for entry in left
     )
@@ -244,6 +277,8 @@ def print_result(result: Result, console: Console) -> None:
         if text := linear_text(speed):
             console.print(text, highlight=False, markup=False)
             console.print()
+        for line in auto_lines(speed.decision):
+            console.print(line, highlight=False, markup=False)
     print_table(console, _sameness_table(result), before="dropout ")
     for name, step in result.first_steps.items():
         gradients = "stock's gradients have no digits to compare"
@@ -297,8 +332,8 @@ def _speed_table(result: Result) -> Table:
                 f"{median:.4g} [{low:.4g}-{high:.4g}]",
                 "1" if name == "stock" else str(ratio),
                 f"{speed.items_per_second(name):,.0f}",
-                _mebibytes(variant.saved_bytes),
-                _mebibytes(variant.peak_bytes),
+                mebibytes(variant.saved_bytes),
+                mebibytes(variant.peak_bytes),
                 end_section=name == list(speed.variants)[-1],
             )
     return table
@@ -422,7 +457,7 @@ def _training_table(result: Result) -> Table:
     return table
 
 
-def _mebibytes(count: int) -> str:
+def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}"
 
 
@@ -431,7 +466,8 @@ def subject(settings: Settings, parameters: int, sameness: str, data: str) -> st
     layout = "RMSNorm" if settings.rmsnorm else "LayerNorm"
     model = settings.model or f"GPT of {settings.speed}, {layout}, tied head"
     dtype = str(settings.dtype).removeprefix("torch.")
-    return f"{model}{sameness}; {parameters:,} parameters, {dtype}, torch's fused AdamW; {data}"
+    optimizer = "" if settings.generate else ", torch's fused AdamW"
+    return f"{model}{sameness}; {parameters:,} parameters, {dtype}{optimizer}; {data}"
 
 
 def footer(result: Result) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ import onepass
 from onepass import _library, _malloc
 from onepass.compare.errors import BadInput
 from onepass.compare.model import Sizes
-from onepass.compare.user_model import MODEL_HELP
+from onepass.compare.user_model import MODEL_HELP, telling_errors
 from onepass.swapping.matchers import KINDS
+from onepass.swapping.sample import Decision
 
 # One step of the speed phase at these sizes takes a few seconds on two cores; the sameness phase
 # trains a model small enough for a thousand steps in the time of thirty such steps.
@@ -42,6 +43,7 @@ class Settings:
     steps: int | None  # None: chosen by the time that a step of --model takes
     pairs: int
     kinds: tuple[str, ...]  # that the swap includes; empty: its default
+    auto: bool  # the swap takes what gains
     compile: bool
     generate: int  # tokens; 0: training is compared
     keep_memory: bool
@@ -55,23 +57,42 @@ class Settings:
     threads: int
     quick: bool
     command: str
+    decision: Decision | None = None  # of --auto, once it is known
 
-    def swap(self, model: nn.Module) -> onepass.Report:
-        """Swaps a model in place."""
-        return onepass.swap(model, kinds=self.kinds or None)
+    def swap(self, model: nn.Module, kinds: Sequence[str] = ()) -> onepass.Report:
+        """Swaps a model in place; kinds: others than the settings'."""
+        return onepass.swap(model, kinds=kinds or self.kinds or None, sample=self.decision)
+
+    def decided(self, model: nn.Module, batch: object) -> Settings:
+        """With --auto the settings that swap what gains on this batch, in the mode that the model
+        is in; the model stays as it is."""
+        if not self.auto:
+            return self
+        with telling_errors(model, batch), self.autocast():
+            report = onepass.swap(model, kinds=self.kinds or None, sample=batch, dry_run=True)
+        return replace(self, decision=report._decision)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, self.dtype == torch.bfloat16)
 
     def to_dict(self) -> dict:
+        """The flags; `task` has what was decided too."""
         fields = asdict(self)
-        del fields["command"]
+        del fields["command"], fields["decision"]
         return fields | {
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             **{name: list(fields[name]) for name in _TUPLES},
         }
 
+    def task(self) -> dict:
+        """For another process."""
+        return self.to_dict() | {"decision": self.decision}
+
     @classmethod
     def from_dict(cls, fields: dict, command: str) -> Settings:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict` and of `task`."""
+        decision = fields.get("decision")
         return cls(
             **fields
             | {
@@ -81,6 +102,7 @@ class Settings:
                 "device": torch.device(fields["device"]),
                 "dtype": getattr(torch, fields["dtype"]),
                 "command": command,
+                "decision": decision and Decision.from_json(decision),
             }
         )
 
@@ -94,9 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared_arguments(parser)
     add = parser.add_argument
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
+    add("--auto", action="store_true", help="swap what gains on the batch, as "
+        "onepass.swap(model, sample=batch)")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
-    add("--generate", type=int, metavar="N", help="compare inference of --model: prefill, and "
-        "decoding of N tokens where it has generate(); else its forward")  # fmt: skip
     add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
         "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
@@ -114,12 +136,14 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the model, the data and the number of timed steps; sets other flags of
     `add_arguments` to their defaults."""
     parser.set_defaults(
-        steps=None, compile=False, generate=None, keep_memory=False, optimizers=None, master=None,
+        steps=None, auto=False, compile=False, keep_memory=False, optimizers=None, master=None,
         state_dtype=None, plot=None,
     )  # fmt: skip
     add = parser.add_argument
     add("--model", metavar="PACKAGE.MODULE:FUNCTION",
         help=f"a model of your own, not the GPT: {MODEL_HELP}")  # fmt: skip
+    add("--generate", type=int, metavar="N", help="inference of --model, not training: prefill, "
+        "and decoding of N tokens where it has generate(); else its forward")  # fmt: skip
     add("--text", nargs="+", metavar="FILE", help="train on these files, not the standard library")
     add("--rmsnorm", action="store_true", help="Llama layout: nn.RMSNorm and no bias")
     for name in SIZE_FLAGS:
@@ -170,6 +194,10 @@ def read_settings(
         if not 0.0 <= p < 1.0:
             raise BadInput(f"--dropout must lie in [0, 1), got {p:g}")
     if args.generate is not None:
+        if not args.model:
+            raise BadInput(
+                "--generate must come with --model, got none; examples/generate.py decodes the GPT"
+            )
         if args.generate < 2:
             raise BadInput(f"--generate must be at least 2 tokens, got {args.generate}")
         for name in _OF_TRAINING:
@@ -192,6 +220,7 @@ def read_settings(
         steps=steps,
         pairs=args.pairs or (3 if args.quick else 8),
         kinds=kinds,
+        auto=args.auto,
         compile=args.compile,
         generate=args.generate or 0,
         keep_memory=_keep_memory(args.keep_memory, device),

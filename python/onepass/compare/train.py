@@ -60,7 +60,7 @@ class Trainer:
     ):
         """A step runs inside `around()`."""
         self.model, self.around = model.train(), around
-        self.device, self.dtype = settings.device, settings.dtype
+        self.device, self._autocast = settings.device, settings.autocast
         check_trainable(model)
         self.forward: Callable = torch.compile(model) if compiled else model
         self.optimizer = make_optimizer(trained_parameters(model))
@@ -68,9 +68,8 @@ class Trainer:
 
     def loss(self, batch) -> Tensor:
         """Scalar loss of a batch, under autocast when the dtype asks for it."""
-        with torch.autocast(self.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
-            with telling_errors(self.model, batch):
-                return loss_of(call(self.forward, batch))
+        with self._autocast(), telling_errors(self.model, batch):
+            return loss_of(call(self.forward, batch))
 
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients; the first time it checks that they can be trained with."""

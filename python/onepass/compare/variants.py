@@ -55,7 +55,7 @@ def trainer_of(
     """Turns a stock model into the variant; returns the report if it is swapped."""
     report = None
     if SWAPPED in variant:
-        report = onepass.swap(model, kinds=kinds_of(variant, settings) or None)
+        report = settings.swap(model, kinds_of(variant, settings))
     around = medium_precision if variant == MEDIUM else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
 

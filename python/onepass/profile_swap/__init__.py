@@ -4,7 +4,8 @@ The steps are those of `onepass compare`, and so are the model, the text and ``-
 takes turns: before each step, untimed, its modules get the classes of the next variant, so that all
 variants have the same weights at the same addresses. Kinds that are slower than stock alone are
 left out of one more variant, which is timed against stock and the whole swap: the cost of a kind
-alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.measure`.
+alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.measure`. With
+``--generate`` calls of inference are measured instead, as `onepass compare --generate` makes them.
 
 ``--json`` writes one object; keys are added in later versions, never changed:
 
@@ -18,7 +19,9 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
   is not swapped), ``modules`` that changed, ``step_ms {median, p10, p90, rounds}``,
   ``times_stock`` and ``ms_bought {median, low, high}`` (95 % intervals of differences within
   rounds), ``saved_bytes`` (kept by the forward for the backward), ``peak_bytes`` (of a step),
-  ``pays`` (true, false: slower, null: no difference measured)
+  ``pays`` (true, false: slower, null: no difference measured), ``phases``; with ``--generate`` a
+  call stands for the step (prefill and decoding, or a forward), saved_bytes is null, and phases
+  has ``ms`` and ``times_stock`` of prefill and decode
 - ``absent``: by kind, why nothing of it was swapped
 - ``advice``: ``{leave_out, keep, where_memory_is_short, ratio_to_all, ratio_to_stock, sentence,
   call}``: leave_out are the kinds that are slower than stock alone; where_memory_is_short lists
@@ -70,7 +73,7 @@ def run(settings):
     from onepass.compare.report import label
     from onepass.compare.settings import make_current
     from onepass.compare.workload import workload_of
-    from onepass.profile_swap.measure import SECONDS, profile
+    from onepass.profile_swap.measure import SECONDS, Calls, Turns, profile
     from onepass.profile_swap.report import Result
 
     start = time.perf_counter()
@@ -88,13 +91,17 @@ def run(settings):
         dropouts = settings.dropouts or (None,)
         seconds = 0.0 if settings.quick else SECONDS
         # At least stock and one kind, once to warm up and once in each round.
-        steps = 2 * (1 + settings.pairs)
+        steps = 0 if settings.generate else 2 * (1 + settings.pairs)
         phases = [Phase(f"Kinds alone, dropout {label(p)}", steps, seconds) for p in dropouts]
         with Progress(COMMAND, phases) as progress:
             for dropout in dropouts:
-                workload = workload_of(settings, text, dropout)
-                profiles.append(profile(workload, settings, progress.next()))
-        parameters = sum(p.numel() for p in workload.build().parameters())
+                if settings.generate:
+                    turns = Calls(settings)
+                else:
+                    turns = Turns(workload_of(settings, text, dropout), settings)
+                with turns:
+                    profiles.append(profile(turns, settings, progress.next()))
+        parameters = sum(p.numel() for p in turns.model.parameters())
     finally:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - start

@@ -3,14 +3,15 @@
 Rounds and ratios are those of `onepass.compare.measure`. There every variant is a separate model;
 here the classes of one model's modules change from step to step, which takes no more memory than a
 single model however many kinds there are. The weights change in every step of any variant: equal
-weights are not needed for timing.
+weights are not needed for timing. Calls of inference are those of `onepass.compare.inference`.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +19,7 @@ import onepass
 from onepass.bench.harness import Interval, Timing
 from onepass.compare import memory
 from onepass.compare.errors import BadInput
+from onepass.compare.inference import DECODE, FORWARD, PREFILL, Call, Inference
 from onepass.compare.measure import Lazy, saved_bytes
 from onepass.compare.pairs import time_rounds
 from onepass.compare.settings import Settings
@@ -32,6 +34,7 @@ MAX_ROUNDS = 40
 WORTH = 0.01  # share of stock's peak from which memory counts as saved,
 LEAST_SAVED = 1 << 20  # and bytes: peaks of two processes differ by less
 NONE_OF_IT = "the model has nothing of this kind"
+IDLE = "does nothing in these calls"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Variant:
 
     kinds: tuple[str, ...] | None
     modules: int  # that changed
-    saved_bytes: int
+    saved_bytes: int | None  # None: nothing is kept for a backward
     peak_bytes: int
 
 
@@ -68,6 +71,8 @@ class Profile:
     variants: dict[str, Variant]
     absent: dict[str, str]  # by kind, why nothing was swapped
     advice: Advice
+    phases: dict[str, Timing] = field(default_factory=dict)  # into which `timing` can be divided
+    limited: bool = False  # by --kinds: a swap of all kinds was not measured
 
     def times_stock(self, name: str) -> Interval:
         return self.timing.ratio(name, STOCK)
@@ -127,11 +132,19 @@ class Turns:
     """A model and its optimizer, whose modules have the classes of one variant at a time.
 
     Context manager: at its end the model is stock.
+
+    Attributes:
+        reports: of the swaps, by variant.
+        idle: kinds that need not be measured.
     """
 
+    idle = ()
+
     def __init__(self, workload, settings: Settings):
-        self._settings = settings
+        self._settings, self._workload = settings, workload
+        self.dropout, self.items_per_batch = workload.dropout, workload.items_per_batch
         self.trainer = Trainer(workload.build(), settings)
+        self.model = self.trainer.model
         self.reports: dict[str, onepass.Report] = {}
         self._end: Callable[[], None] | None = None
 
@@ -151,13 +164,22 @@ class Turns:
         self._become_stock()
         if variant != STOCK:
             kinds = kinds_of(variant, self._settings) or None
-            self.reports[variant], self._end = begin(self.trainer.model, kinds=kinds)
+            self.reports[variant], self._end = begin(self.model, kinds=kinds)
+
+    def warm_up(self, variants: Sequence[str], advance: Callable[[], None]) -> dict[str, int]:
+        """A step of each variant; the bytes that its forward keeps."""
+        saved = {}
+        for name in variants:
+            self.become(name)
+            saved[name] = saved_bytes(self.trainer, self._workload.batch(0))
+            advance()
+        return saved
 
     def time(
-        self, variants: Sequence[str], workload, seconds: float, advance: Callable[[], None]
-    ) -> Timing:
-        """Rounds of a step of each variant."""
-        settings, batches = self._settings, Lazy(workload.batch)
+        self, variants: Sequence[str], seconds: float, advance: Callable[[], None]
+    ) -> tuple[Timing, dict[str, Timing]]:
+        """Rounds of a step of each variant; it has no phases."""
+        settings, batches = self._settings, Lazy(self._workload.batch)
 
         def before(variant: str, number: int) -> None:
             self.become(variant)
@@ -169,51 +191,91 @@ class Turns:
 
         seconds = 0.0 if settings.quick else seconds
         steps = dict.fromkeys(variants, step)
-        return time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance, before)
+        return time_rounds(steps, settings.pairs, seconds, MAX_ROUNDS, advance, before), {}
 
 
-def profile(workload, settings: Settings, advance: Callable[[], None]) -> Profile:
-    """Measures every kind alone on a workload.
+class Calls(contextlib.AbstractContextManager):
+    """The same for calls of inference; the variants are copies that share the model's tensors."""
+
+    dropout = None
+
+    def __init__(self, settings: Settings):
+        self._inference = Inference(settings)
+        self._calls: dict[str, Call] = {}
+        self.reports: dict[str, onepass.Report] = {}
+        self.model, self.items_per_batch = self._inference.model, self._inference.tokens
+        self.idle = ("dropout", *["loss"] * self._inference.generates)
+
+    def __exit__(self, *_) -> None:
+        self._calls.clear()
+
+    def warm_up(self, variants: Sequence[str], advance: Callable[[], None]) -> dict[str, None]:
+        """Makes the variants, which are warmed up where they are timed."""
+        for name in variants:
+            self._calls[name], report = self._inference.variant(name)
+            if report:
+                self.reports[name] = report
+        return dict.fromkeys(variants)
+
+    def time(
+        self, variants: Sequence[str], seconds: float, advance: Callable[[], None]
+    ) -> tuple[Timing, dict[str, Timing]]:
+        """Rounds of a call of each variant, and its phases where it has them."""
+        self.warm_up([name for name in variants if name not in self._calls], advance)
+        with self._inference.inside():
+            found = self._inference.time({name: self._calls[name] for name in variants}, seconds)
+        phases = {name: timing for name, (timing, _) in found.items()}
+        if FORWARD in phases:
+            return phases[FORWARD], {}
+        prefill, decode = phases[PREFILL], phases[DECODE]
+        whole = {n: [prefill.median(n) + s for s in times] for n, times in decode.times.items()}
+        return dataclasses.replace(decode, times=whole), phases
+
+
+def profile(turns: Turns | Calls, settings: Settings, advance: Callable[[], None]) -> Profile:
+    """Measures every kind alone.
 
     Raises:
         BadInput: the swap takes no module of the model.
     """
-    peaks = functools.partial(memory.peaks_of_steps, dropout=workload.dropout, settings=settings)
     torch.manual_seed(settings.seed)
-    with Turns(workload, settings) as turns:
-        present, absent = _kinds(turns.trainer.model, settings)
-        if not present:
-            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in absent.items())
-            raise BadInput(f"the model must have something to swap, got none ({reasons})")
-        # With one kind alone the whole swap is that kind's.
-        alone = [of_kinds((kind,)) for kind in present]
-        names = [STOCK, *([SWAPPED] if len(present) > 1 else []), *alone]
-        saved = {}
-        for name in names:  # the warm-up as well
-            turns.become(name)
-            saved[name] = saved_bytes(turns.trainer, workload.batch(0))
-            advance()
-        timing = turns.time(names, workload, SECONDS, advance)
-        peak_bytes = peaks(names)
-        advice = advise(present, timing)
-        if advice.leave_out and advice.keep:
-            rest = of_kinds(advice.keep)
-            proof = turns.time([STOCK, SWAPPED, rest], workload, PROOF_SECONDS, advance)
-            ratios = proof.ratio(rest, SWAPPED), proof.ratio(rest, STOCK)
-            advice = Advice(advice.keep, advice.leave_out, *ratios)
-        changed = {name: len(report.swapped) for name, report in turns.reports.items()}
+    present, absent = _kinds(turns.model, settings, turns.idle)
+    if not present:
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in absent.items())
+        raise BadInput(f"the model must have something to swap, got none ({reasons})")
+    # With one kind alone the whole swap is that kind's.
+    alone = [of_kinds((kind,)) for kind in present]
+    names = [STOCK, *([SWAPPED] if len(present) > 1 else []), *alone]
+    saved = turns.warm_up(names, advance)
+    timing, phases = turns.time(names, SECONDS, advance)
+    peak_bytes = memory.peaks_of_steps(names, dropout=turns.dropout, settings=settings)
+    advice = advise(present, timing)
+    if advice.leave_out and advice.keep:
+        rest = of_kinds(advice.keep)
+        proof, _ = turns.time([STOCK, SWAPPED, rest], PROOF_SECONDS, advance)
+        ratios = proof.ratio(rest, SWAPPED), proof.ratio(rest, STOCK)
+        advice = Advice(advice.keep, advice.leave_out, *ratios)
+    changed = {name: len(report.swapped) for name, report in turns.reports.items()}
     kinds = {STOCK: None, SWAPPED: present} | {of_kinds((kind,)): (kind,) for kind in present}
     variants = {
         name: Variant(kinds[name], changed.get(name, 0), saved[name], peak_bytes[name])
         for name in names
     }
-    return Profile(workload.dropout, workload.items_per_batch, timing, variants, absent, advice)
+    return Profile(
+        turns.dropout, turns.items_per_batch, timing, variants, absent, advice, phases,
+        bool(settings.kinds),
+    )  # fmt: skip
 
 
-def _kinds(model: torch.nn.Module, settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
+def _kinds(
+    model: torch.nn.Module, settings: Settings, idle: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Kinds for which a module would be swapped, and the others with the reason."""
     present, absent = [], {}
     for kind in settings.kinds or KINDS:
+        if kind in idle:
+            absent[kind] = IDLE
+            continue
         report = onepass.swap(model, kinds=kind, dry_run=True)
         if report.swapped:
             present.append(kind)

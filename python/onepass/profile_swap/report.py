@@ -20,7 +20,9 @@ SCHEMA_VERSION = 1
 WIDTH_OFF_TERMINAL = 120
 MEBIBYTE = 2**20
 # Settings of `onepass compare` that this command does not have.
-OTHERS = ("sameness", "steps", "compile", "keep_memory", "optimizers", "masters", "state_dtypes")
+OTHERS = (
+    "sameness", "steps", "auto", "compile", "keep_memory", "optimizers", "masters", "state_dtypes",
+)  # fmt: skip
 _WORDS = {True: "pays", False: "slower", None: "no difference"}
 
 
@@ -66,6 +68,13 @@ def _profile_dict(profile: Profile) -> dict:
             "saved_bytes": variant.saved_bytes,
             "peak_bytes": variant.peak_bytes,
             "pays": verdict(times_stock),
+            "phases": {
+                phase: {
+                    "ms": 1e3 * times.median(name),
+                    "times_stock": times.ratio(name, STOCK).to_dict(),
+                }
+                for phase, times in profile.phases.items()
+            },
         }
     return {
         "dropout": profile.dropout,
@@ -88,7 +97,7 @@ def call(profile: Profile) -> str | None:
     """The line of Python that swaps the kinds that pay; None: no swap was measured to gain."""
     if not profile.swaps:
         return None
-    if set(profile.swaps) == set(profile.kinds):
+    if set(profile.swaps) == set(profile.kinds) and not profile.limited:
         return "onepass.swap(model)"
     return f"onepass.swap(model, kinds={profile.swaps!r})"
 
@@ -144,7 +153,7 @@ def _interval(found: Interval) -> str:
 def print_result(result: Result, console: Console) -> None:
     """Prints a table for each dropout probability, the advice, and the footer."""
     for profile in result.profiles:
-        print_table(console, _table(profile))
+        print_table(console, _table(profile, _what(profile, result.settings)))
         for kind, reason in profile.absent.items():
             console.print(f"  {kind}: {reason}", highlight=False, markup=False)
         console.print()
@@ -156,16 +165,25 @@ def print_result(result: Result, console: Console) -> None:
         console.print(line, style="dim", highlight=False, markup=False)
 
 
-def _table(profile: Profile) -> Table:
+def _what(profile: Profile, settings: Settings) -> str:
+    """The step or the call."""
+    if profile.phases:
+        return f"prefill and decoding of {settings.generate} tokens"
+    if settings.generate:
+        return "a forward"
     tail = "" if profile.dropout is None else f", dropout {label(profile.dropout)}"
+    return f"one training step{tail}"
+
+
+def _table(profile: Profile, what: str) -> Table:
     table = Table(
-        title=f"Each kind alone, one training step{tail}; bought: stock's less this one's",
+        title=f"Each kind alone, {what}; bought: stock's less this one's",
         title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         pad_edge=False, collapse_padding=True,
     )  # fmt: skip
     columns = (
-        "swapped", "modules", "ms [p10-p90]", "times stock [95 %]", "ms bought", "peak MiB bought",
-        "",
+        "swapped", "modules", "ms [p10-p90]", "times stock [95 %]", *profile.phases, "ms bought",
+        "peak MiB bought", "",
     )  # fmt: skip
     for index, column in enumerate(columns):
         justify = "right" if 0 < index < len(columns) - 1 else "left"
@@ -175,7 +193,8 @@ def _table(profile: Profile) -> Table:
         median, low, high = (1e3 * profile.timing.percentile(name, p) for p in (50, 10, 90))
         times = f"{number(median)} [{number(low)}-{number(high)}]"
         if name == STOCK:
-            table.add_row(name, "", times, "1", "", f"of {variant.peak_bytes / MEBIBYTE:,.1f}", "")
+            peak = f"of {variant.peak_bytes / MEBIBYTE:,.1f}"
+            table.add_row(name, "", times, "1", *["1" for _ in profile.phases], "", peak, "")
             continue
         ratio = profile.times_stock(name)
         table.add_row(
@@ -183,6 +202,7 @@ def _table(profile: Profile) -> Table:
             str(variant.modules),
             times,
             str(ratio),
+            *(f"{phase.ratio(name, STOCK).median:.2f}" for phase in profile.phases.values()),
             number(profile.milliseconds_bought(name).median),
             f"{round((stock.peak_bytes - variant.peak_bytes) / MEBIBYTE, 1) + 0.0:,.1f}",
             _WORDS[verdict(ratio)],
@@ -200,7 +220,7 @@ def footer(result: Result) -> list[str]:
     return [
         *lines,
         subject(settings, result.parameters, "", result.data),
-        "peak: of a step in a process of its own; gains alone need not add up to that of all",
+        "peak: in a process of its own; gains alone need not add up to that of all",
         " | ".join(f"{name} {value}" for name, value in result.machine.items()),
         f"{settings.command}   ({result.seconds:.0f} s)",
     ]

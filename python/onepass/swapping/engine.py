@@ -18,7 +18,7 @@ from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Report, Restored
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
-from onepass.swapping.sample import keep_gains
+from onepass.swapping.sample import Decision, keep_gains
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
 
 Given = ParamSpec("Given")
@@ -154,6 +154,7 @@ def swap(
     if strict:
         _check_strict(asked, plan)
     measured = [] if sample is None else keep_gains(plan, model, sample)
+    report._decision = Decision(plan.left_out, measured)
     report.notes = measured + choice.without_a_match(plan.found) + notes.notes(model, plan)
     if not dry_run:
         report._changes += [

@@ -64,6 +64,16 @@ class ClassChange(NamedTuple):
     cls: type[nn.Module]
 
 
+class LeftOut(NamedTuple):
+    """Changes that a measurement took out of a plan together, JSON-able."""
+
+    names: list[str]  # of modules
+    kinds: list[str]
+    by_name: bool  # attention by name is among them
+    reason: str  # name of a `Reason`
+    text: str
+
+
 class Plan:
     """Walks the model as it is made; nothing is changed.
 
@@ -72,6 +82,7 @@ class Plan:
         found: every module of the model.
         classes: the classes to be set.
         named: the edits that give modules onepass's attention by name.
+        left_out: what `leave_out` took out.
         refused: entries of candidates that cannot be swapped, for `strict`.
         forced: names of modules that are swapped only because the user vouched for them.
         unproven: (name of a swapped module, why a function that it calls is not replaced).
@@ -95,6 +106,7 @@ class Plan:
         self._items = {id(item.module): item for item in self.found}
         self.classes: list[ClassChange] = []
         self.named: list[Edit] = []
+        self.left_out: list[LeftOut] = []
         self.refused: list[dict[str, str]] = []
         self.forced: list[str] = []
         self.unproven: list[tuple[str, Because]] = []
@@ -134,21 +146,26 @@ class Plan:
     def leave_out(self, modules: set[int], reason: Because, by_name: bool) -> None:
         """Takes the changes of these modules, by id, out of the plan, and if asked all attention
         by name; they are listed as skipped."""
-        left = [self._items[id(c.module)] for c in self.classes if id(c.module) in modules]
+        changes = [change for change in self.classes if id(change.module) in modules]
+        self.classes = [change for change in self.classes if id(change.module) not in modules]
+        items = [self._items[id(change.module)] for change in changes]
+        gone = {(change.name, kind): None for change in changes for kind in change.cls._onepass_to}
         if by_name:
-            left += [item for item, _ in self._wanted]
+            items += [item for item, _ in self._wanted]
+            gone |= {(item.names[0], "attention"): None for item, _ in self._wanted}
             self.report._named = [e for e in self.report._named if e not in self.named]
             self.named, self._wanted = [], []
-        self.classes = [change for change in self.classes if id(change.module) not in modules]
-        names = {item.names[0] for item in left}
-        kept = [
+        if not gone:
+            return
+        self.report.swapped = [
             entry
             for entry in self.report.swapped
-            if entry["name"] not in names or entry["name"] in self.report._earlier
+            if (entry["name"], entry["kind"]) not in gone or entry["name"] in self.report._earlier
         ]
-        self.report.swapped = kept
-        for item in left:
+        for item in items:
             self._skip(item, reason)
+        names, kinds = (list(dict.fromkeys(column)) for column in zip(*gone, strict=True))
+        self.left_out.append(LeftOut(names, kinds, by_name, reason.kind.name, str(reason)))
 
     def _consider(self, item: Found) -> None:
         module, cls = item.module, type(item.module)

@@ -8,11 +8,15 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from onepass.swapping import by_hand
 from onepass.swapping.changes import Change, Edit
+
+if TYPE_CHECKING:
+    from onepass.swapping.sample import Decision
 
 _HINT = "swap changes the model in place; drop the assignment"
 MOST_LINES, _LINES_OF_ONE = 5, 2  # of notes, and of a note, that `print` shows
@@ -51,6 +55,7 @@ class Report:
         self._model = model
         self._changes: list[Change] = []
         self._named: list[Edit] = []  # of the configs by which modules take attention by name
+        self._decision: Decision | None = None  # what a sample decided
         self._earlier: set[str] = set()  # names of modules that ran on onepass before this call
 
     def _complete(self) -> list[str]:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from onepass._batch import arguments
 from onepass.swapping.changes import Edit, in_force
-from onepass.swapping.plan import ClassChange, Plan
+from onepass.swapping.plan import ClassChange, LeftOut, Plan
 from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.undisturbed import State
 
@@ -36,6 +36,30 @@ ROUNDS, MOST_ROUNDS = 5, 50  # as measure_pairs takes them
 MOST_CALLS = 4  # of a module, with different arguments
 STOCK, SWAPPED = "stock", "swapped"
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Decision(NamedTuple):
+    """The outcome of a measurement, JSON-able. Given as a sample it is repeated without measuring,
+    by the names of modules: for copies of the model, or with other sizes."""
+
+    left_out: list[LeftOut]
+    notes: list[str]  # for the report
+
+    @classmethod
+    def from_json(cls, fields: list) -> Decision:
+        left_out, notes = fields
+        return cls([LeftOut(*left) for left in left_out], notes)
+
+    def repeat(self, plan: Plan) -> list[str]:
+        for left in self.left_out:
+            names, kinds = {*left.names}, {*left.kinds}
+            modules = {
+                id(change.module)
+                for change in plan.classes
+                if change.name in names and kinds.issuperset(change.cls._onepass_to)
+            }
+            plan.leave_out(modules, Because(Reason[left.reason], left.text), left.by_name)
+        return self.notes
 
 
 class Call(NamedTuple):
@@ -71,11 +95,13 @@ class _Unit(NamedTuple):
 
 def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
     """Takes the changes out of a plan that do not gain on the sample, a batch as `_batch` gives it
-    to the model.
+    to the model, or an earlier `Decision`.
 
     Returns:
         Notes for the report.
     """
+    if isinstance(sample, Decision):
+        return sample.repeat(plan)
     try:
         import onepass.bench.harness  # noqa: F401
     except ImportError as error:

@@ -1,0 +1,124 @@
+"""`onepass compare --auto`: what does not gain on the batch is left out, in every phase."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from onepass import cli
+from onepass.compare import memory, report
+from onepass.compare.settings import Settings
+from onepass.swapping import engine, sample
+from onepass.swapping.plan import LeftOut
+from onepass.swapping.reasons import Reason
+from tests.compare.cases import settings_of
+
+HERE = "tests.compare.test_auto"
+GAIN = "measured on the sample, forward: 1.50 [1.40-1.60] times as fast on this CPU"
+NO_GAIN = "no gain on the sample: 0.50 [0.40-0.60] times as fast"
+NORMS = {"modules": ["0", "2"], "kinds": ["norm"], "reason": NO_GAIN}
+
+
+def model():
+    layers = nn.LayerNorm(8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 1)
+    return nn.Sequential(*layers), torch.randn(4, 8)
+
+
+def broken():
+    return model()[0], torch.randn(4, 9)
+
+
+@pytest.fixture
+def norms_do_not_gain(monkeypatch):
+    """In place of the measurement; returns (whether the model trained, autocast) of each."""
+    modes = []
+
+    def decide(self):
+        norms = [c for c in self.plan.classes if "norm" in c.cls._onepass_to]
+        for change in norms:
+            reason = Reason.NO_GAIN.because("0.50 [0.40-0.60]")
+            self.plan.leave_out({id(change.module)}, reason, False)
+        self.step()
+        modes.append((self.model.training, torch.is_autocast_enabled("cpu")))
+        return [GAIN]
+
+    monkeypatch.setattr(sample._Measurement, "decide", decide)
+    return modes
+
+
+def run(capsys, *flags):
+    assert cli.main(["compare", "--quick", "--threads", "1", "--pairs", "2", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def swapped_in(monkeypatch):
+    """The names that each swap of a model took."""
+    names, swap = [], engine.swap
+
+    def noted(model, *args, **options):
+        made = swap(model, *args, **options)
+        names.append([entry["name"] for entry in made.swapped])
+        return made
+
+    monkeypatch.setattr("onepass.swap", noted)
+    return names
+
+
+def test_training(capsys, monkeypatch, norms_do_not_gain):
+    """One measurement, for the timed and the trained model; other processes are told."""
+    told, names = [], swapped_in(monkeypatch)
+
+    def peaks(variants, dropout, settings):
+        told.append(Settings.from_dict(json.loads(json.dumps(settings.task())), "").decision)
+        return dict.fromkeys(variants, 1)
+
+    monkeypatch.setattr(memory, "peaks_of_steps", peaks)
+    flags = ("--auto", "--model", f"{HERE}:model", "--steps", "2", "--optimizers", "fused")
+    found = json.loads(run(capsys, *flags, "--dtype", "bfloat16", "--kinds", "norm", "dropout",
+        "--json"))  # fmt: skip
+    assert norms_do_not_gain == [(True, True)]
+    assert found["settings"]["auto"] and "decision" not in found["settings"]
+    assert found["speed"][0]["auto"] == {"left_out": [NORMS], "notes": [GAIN]}
+    assert [entry["name"] for entry in found["swap_report"]["swapped"]] == ["1"]
+    assert names == [["1"]] * 3  # decided, timed, trained
+    assert " --auto" in found["command"]
+    (decision,) = told
+    assert report.auto_dict(decision) == found["speed"][0]["auto"]
+
+
+def test_inference(capsys, monkeypatch, norms_do_not_gain):
+    monkeypatch.setattr(memory, "peaks_of_steps", lambda names, *_: dict.fromkeys(names, 1))
+    out = run(capsys, "--auto", "--generate", "2", "--model", f"{HERE}:model")
+    assert norms_do_not_gain == [(False, False)]
+    assert f"--auto: {GAIN}." in " ".join(out.split())
+    assert f"  left out, norm of *: {NO_GAIN}" in out
+
+
+def test_a_choice_is_repeated_by_the_names_of_modules():
+    """The smaller model of the sameness phase has fewer of them."""
+    settings = settings_of("--auto", "--kinds", "norm")
+    left = LeftOut(["0", "9"], ["norm"], False, "NO_GAIN", NO_GAIN)
+    swapped = []
+    for chosen in (sample.Decision([left], []), sample.Decision([], [GAIN])):
+        found = Settings.from_dict(settings.task() | {"decision": [*chosen]}, "").swap(model()[0])
+        swapped.append([entry["name"] for entry in found.swapped])
+    assert swapped == [["2"], ["0", "2"]]
+
+
+def test_nothing_is_decided_without_the_flag():
+    settings = settings_of("--model", f"{HERE}:model")
+    assert settings.decided(*model()) is settings and report.auto_lines(None) == []
+
+
+def test_nothing_gains():
+    decision = sample.Decision([LeftOut(["a.0", "a.1"], ["norm"], False, "NO_GAIN", NO_GAIN)], [])
+    assert report.auto_lines(decision) == [
+        "--auto: measured on the batch: nothing gains.",
+        f"  left out, norm of a.*: {NO_GAIN}",
+    ]
+
+
+def test_a_model_that_does_not_run_is_one_sentence(capsys):
+    assert cli.main(["compare", "--quick", "--auto", "--model", f"{HERE}:broken"]) == 2
+    assert "--model must run on its batch, got RuntimeError" in capsys.readouterr().err
