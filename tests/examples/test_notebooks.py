@@ -75,6 +75,8 @@ def test_every_cell_runs(name, tmp_path, monkeypatch):
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 5
+    for cell in code:
+        assert not re.search(r"^(from|import) onepass\.", cell, re.M), "its public names alone"
     for said in SMALLER[name]:
         assert any(said in cell for cell in code), f"no cell says {said}"
     namespace = {"__name__": name}
