@@ -154,6 +154,7 @@ class Scores(Tensor):
     is_taken: bool  # by a call of attention
     is_turned: bool  # (..., keys, queries)
     numbers: Tensor | None
+    version: int  # of the numbers when they were computed
     modes: tuple[bool, bool, torch.dtype]  # in which the last step was recorded
 
     @staticmethod
@@ -207,18 +208,40 @@ class Scores(Tensor):
 
     def compute(self) -> Tensor:
         """Their real numbers: the recorded calls, as they were written."""
-        if self.numbers is not None:
-            return self.numbers
+        if self.numbers is None:
+            self.numbers = self._computed()
+            self.version = _version(self.numbers)
+        return self.numbers
+
+    def _computed(self) -> Tensor:
         if self.before is None:
             self.form.check_unchanged()
             with _within(*self.modes):
-                self.numbers = self.form.multiply(self.form.query, self.form.key)
-        else:
-            before, step = self.before.compute(), self.form.steps[-1]
-            step.check_unchanged()
-            with _within(*self.modes):
-                self.numbers = step(before)
-        return self.numbers
+                return self.form.multiply(self.form.query, self.form.key)
+        step = self.form.steps[-1]
+        is_view = step.kind == "view" or self.is_turned
+        before = self.before.compute() if is_view else self.before.unwritten()
+        step.check_unchanged()
+        with _within(*self.modes):
+            return step(before)
+
+    def unwritten(self) -> Tensor:
+        """The numbers that the next step was applied to: later code may have read and written
+        them."""
+        if self.numbers is None or not self._may_be_written():
+            return self.compute()
+        if self.form.dropout_p:
+            raise RuntimeError(
+                "swap: dropped probabilities of attention by hand must not be written before what "
+                "follows from them is read, got a write; onepass.swap(model, exclude=...) leaves "
+                "the module as it is"
+            )
+        return self._computed()
+
+    def _may_be_written(self) -> bool:
+        if self.numbers.is_inference():  # no version is counted
+            return not self.form.dropout_p
+        return self.numbers._version != self.version
 
 
 def _modes() -> tuple[bool, bool, torch.dtype]:
