@@ -32,14 +32,11 @@ def same_start():
 def swapped_run_ours(nothing_left_behind, monkeypatch):
     """Swapped modules run ours at every size; otherwise the small calls of tests would run torch's.
 
-    Attention runs ours on a GPU of any age. Linear layers keep torch's products, as on an Intel
-    CPU, unless a test says that torch is slow at them: the swap must not depend on the machine.
+    Attention runs ours on a GPU of any age.
     """
-    from onepass._ops import device_attention, products, small_calls
+    from onepass._ops import device_attention, small_calls
 
     monkeypatch.setattr(device_attention, "TORCHS_FROM", (99, 0))
-    intel = products.Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
-    monkeypatch.setattr(products, "facts", lambda: intel)
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})
     monkeypatch.setattr(small_calls, "LEAST_GROUP_NORM", {})
     monkeypatch.setattr(small_calls, "LEAST_ACTIVATED", {})
@@ -53,6 +50,15 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_GATE", {})
     monkeypatch.setattr(small_calls, "LEAST_ROTARY", {})
     monkeypatch.setattr(small_calls, "LEAST_LOSS", {})
+
+
+@pytest.fixture
+def torchs_products(monkeypatch):
+    """A swap leaves linear layers to torch, as where its products are fast in every dtype: for
+    tests that count what is swapped, or run torch's linear layers within modules of ours."""
+    from tests.swap import linear_calls
+
+    linear_calls.set_facts(monkeypatch, linear_calls.FAST)
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def test_backward_and_counts():
     assert json.loads(json.dumps(explanation.to_dict())) == explanation.to_dict()
 
 
-def test_stock_modules_are_named():
+def test_stock_modules_are_named(torchs_products):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     before = onepass.explain(model, torch.randn(2, 8))
     assert before.calls == []

@@ -151,7 +151,7 @@ def output_and_gradients(model, x):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", MODULES)
-def test_traced_as_called(name, trained, training):
+def test_traced_as_called(name, trained, training, torchs_products):
     model = build(name).train(training).requires_grad_(trained)
     # A check compares outputs of two runs: stock with dropout fails it as well.
     dropping = ("Dropout", "attention", "encoder layer", "add", "linear", "branches")

@@ -332,7 +332,7 @@ def test_instances_are_torchs_with_the_same_keys_and_start(name, arguments):
         assert [type(m) for m in twin.modules()] == [type(m) for m in ours.modules()]
 
 
-def test_layers_are_made_of_onepass():
+def test_layers_are_made_of_onepass(torchs_products):
     decoder = onepass.nn.TransformerDecoderLayer(8, 2, 16)
     own = {type(part) for part in decoder.children()} - {nn.Linear}
     assert own == {onepass.nn.MultiheadAttention, onepass.nn.LayerNorm, onepass.nn.Dropout}

@@ -157,7 +157,7 @@ def test_median_of_watched_steps():
     assert attribution.median(steps)["forward"]["norm"] == 2.0
 
 
-def test_swapped_modules_are_attributed_backward_too():
+def test_swapped_modules_are_attributed_backward_too(torchs_products):
     sizes = Sizes(layers=1, heads=2, width=64, block=64, batch=2)
     model = GPT(sizes, dropout=0.1)
     onepass.swap(model)

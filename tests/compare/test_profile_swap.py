@@ -358,7 +358,10 @@ def test_json_to_stdout_is_nothing_but_json(capsys, peaks_of_one_byte):
         (["--model", "nowhere"], "--model must be package.module:function, got 'nowhere'"),
         ([*MODEL, "--dropout", "0"], "--model brings its own sizes, dropout and data"),
         ([*MODEL, "--kinds", "nrom"], "--kinds must be of norm, attention"),
-        (["--model", f"{__name__}:make_nothing"], "the model must have something to swap"),
+        (
+            ["--model", f"{__name__}:make_nothing", "--kinds", "norm"],
+            "the model must have something to swap",
+        ),
         ([*MODEL, "--json", "/no/such/folder/x.json"], "--json must name a file to write"),
         ([*MODEL, "--pairs", "0"], "--pairs must be at least 1, got 0"),
     ],

@@ -170,7 +170,7 @@ def body_of_parallel(backend, blocks):
     ],
 )
 def test_a_swapped_model_in_tensor_and_sequence_parallel(backend, blocks):
-    run(2, body_of_parallel, backend, blocks, timeout=180)
+    run(2, body_of_parallel, backend, blocks)
 
 
 def body_of_shards(backend, which):
@@ -201,7 +201,7 @@ def body_of_shards(backend, which):
 )
 @pytest.mark.slow
 def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
-    run(2, body_of_shards, backend, which, timeout=180)
+    run(2, body_of_shards, backend, which)
 
 
 def body_of_operators(names):
@@ -238,7 +238,7 @@ BY_A_MASK = "attention with a block mask"  # which is made outside of a graph
 @pytest.mark.slow
 def test_operators_on_dtensors():
     names = [name for name in operators.CASES if name != BY_A_MASK]
-    run(2, body_of_operators, names, timeout=300)
+    run(2, body_of_operators, names)
 
 
 @pytest.mark.slow

@@ -137,9 +137,7 @@ def body_against_torch(mesh_shape, name):
     ],
 )
 def test_pairs_of_placements_step_as_torch(mesh, name):
-    size = torch.Size(mesh).numel()
-    # Torch's own steps communicate for each parameter: half a minute on four ranks, more when busy.
-    run(size, body_against_torch, mesh, name, timeout=60 * size)
+    run(torch.Size(mesh).numel(), body_against_torch, mesh, name)
 
 
 def body_of_local(mesh_shape, name, options):

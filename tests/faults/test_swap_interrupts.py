@@ -168,7 +168,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_model_as_it_was(monkeypatch,
     assert len(seen) > 100 and not wrong, f"{name}: changed by interrupts {wrong} of {len(seen)}"
 
 
-def test_every_kind_of_edit_is_among_them():
+def test_every_kind_of_edit_is_among_them(torchs_products):
     report = onepass.swap(model(), probe=False)
     assert {entry["name"] for entry in report.swapped} == {
         "norm", "drop", "heads", "calls", "attend.attention"

@@ -67,7 +67,10 @@ def assert_same(block: nn.Module, stock: nn.Module, dtype, last: bool = False) -
     for found in zip(*(zip(*run, strict=True) for run in runs), strict=True):
         ours, ref, base = (torch.stack(tensors) for tensors in found)
         assert ours.dtype is base.dtype
-        numerics.assert_close(ours, ref, base)
+        # Not the bias: that of the convolutions is in both, and cancels by chance in one. The
+        # kernel's own is tested by tests/group_norm.
+        result = numerics.compare(ours, ref, base)
+        assert result.max_error <= result.bound, result
 
 
 def fused(run) -> int:

@@ -106,12 +106,11 @@ def test_as_stock(which, name):
     settings = SETTINGS[name][which]
     eps = settings.get("eps", (torch.finfo(F32).eps, 1e-3))
     theirs = {**settings, "eps": eps} if name == "Adafactor" else settings  # None: the dtype's own
-    ours = members(steps(made(name, **settings)))
-    ref, base = (
-        members(steps(made(name, dtype, cls=stock(name), **theirs))) for dtype in (F64, F32)
-    )
-    for shape, *values in zip(SHAPES, ours, ref, base, strict=True):
-        numerics.assert_close(*(v.detach() for v in values), case=f"{name} {settings} {shape}")
+    runs = [made(name, **settings)]
+    runs += [made(name, dtype, cls=stock(name), **theirs) for dtype in (F64, F32)]
+    ours, ref, base = ([p.detach() for p in members(steps(run))] for run in runs)
+    # One element says little: its errors over 20 steps may cancel in one of the runs.
+    numerics.assert_close(ours, ref, base, case=f"{name} {settings}")
 
 
 @names

@@ -84,7 +84,9 @@ def assert_same(model: nn.Module, stock: nn.Module, batch: dict, of=lambda out: 
     """The same loss, over several batches, and the same gradients."""
     exact = copy.deepcopy(stock).double()
     batches = [batch]
-    for _ in range(7):
+    for _ in range(
+        15
+    ):  # few numbers are near a loss: of eight, torch's may be the nearest each time
         ids = torch.randint(1, VOCABULARY, batch["input_ids"].shape)
         batches.append({**batch, "input_ids": ids})
     runs = [[of(m(**given)) for given in batches] for m in (model, exact, stock)]

@@ -193,7 +193,7 @@ class Restless(Base):
         )
 
 
-def test_what_onepass_does_not_compute_runs_torchs():
+def test_what_onepass_does_not_compute_runs_torchs(torchs_products):
     model, x = Restless(), torch.randn(2, 7, 16)
     expected = model(x)
     report = onepass.swap(model)
@@ -229,7 +229,7 @@ def test_dropout_follows_manual_seed_and_is_noted():
 
 
 @pytest.mark.parametrize("cls", CHECKPOINTING, ids=lambda cls: cls.__name__)
-def test_checkpoints_inside_are_refused(cls):
+def test_checkpoints_inside_are_refused(cls, torchs_products):
     model = nn.Sequential(cls())
     report = onepass.swap(model)
     (entry,) = report.skipped
@@ -306,7 +306,7 @@ def test_kept_with_a_reason(module, section, reason):
     assert reason in entries["it"]["reason"] and type(model["it"]) is before
 
 
-def test_devices_without_kernels_are_refused(monkeypatch):
+def test_devices_without_kernels_are_refused(monkeypatch, torchs_products):
     has_kernels = onepass.swapping.matchers.has_kernels
     assert has_kernels("cpu", "attention") and not has_kernels("mps", "attention")
     monkeypatch.setattr(

@@ -8,6 +8,7 @@ from random import Random as Rng
 import pytest
 import torch
 from torch import einsum
+from torch.nn import functional as F
 
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
@@ -249,13 +250,57 @@ class Random(cases.Base):
         return torch.matmul(scores, v)
 
 
+FOLLOWED_BY_A_WRITE = {
+    "in place": lambda s: (s * 2, s.add_(0.5))[0],
+    "after a read": lambda s: (s * 2, s.sum(), s.mul_(3.0))[0],
+    "through a view": lambda s: (s * 2, s[..., :2].fill_(1.0))[0],
+    "twice": lambda s: ((s * 2) / 3, s.add_(0.5), s.add_(0.5))[0],
+    "of a view": lambda s: (s.view(s.shape), s.add_(0.5))[0],
+    "of a cast": lambda s: (s.to(torch.bfloat16).to(s.dtype), s.add_(0.5))[0],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", FOLLOWED_BY_A_WRITE)
+def test_a_write_after_the_next_step(write, mode):
+    """What follows from scores before they are written has their old numbers; a view the new."""
+
+    class Written(cases.Base):
+        def attend(self, q, k, v):
+            return FOLLOWED_BY_A_WRITE[write](q @ k.mT).tanh().softmax(-1) @ v
+
+    stock, ours = swapped(Written)
+    inputs = [tokens() for _ in range(4)]
+    if mode is torch.enable_grad:
+        assert_same(stock, ours, inputs)
+    with mode():
+        for x in inputs:
+            torch.testing.assert_close(ours(x), stock(x))
+
+
+def test_a_write_of_dropped_probabilities_after_the_next_step_raises():
+    """They cannot be drawn again."""
+
+    class Written(cases.Base):
+        def attend(self, q, k, v):
+            dropped = F.dropout((q @ k.mT).softmax(-1), 0.5)
+            self.kept = dropped.bfloat16()
+            dropped.mul_(3.0)
+            return dropped @ v
+
+    _, ours = swapped(Written)
+    ours(tokens())
+    with pytest.raises(RuntimeError, match="must not be written before what follows"):
+        ours.kept.sum()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps(seed):
     """Whatever is done to scores: taken or not, it computes the same."""
     random = Rng(seed)
     for _ in range(12):
         stock, ours = swapped(Random, random=random)
-        inputs = [tokens(2) for _ in range(3)]
+        inputs = [tokens(2) for _ in range(8)]
         try:
             outcome(stock, inputs[0])
         except RuntimeError:  # torch refuses some writes

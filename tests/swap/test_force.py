@@ -46,7 +46,7 @@ def names(entries):
     return {entry["name"] for entry in entries}
 
 
-def test_a_norm_that_the_probe_refuses():
+def test_a_norm_that_the_probe_refuses(torchs_products):
     model = nn.Sequential(nn.Linear(16, 16), Counting(16), nn.Linear(16, 4))
     assert names(onepass.swap(model).skipped) == {"1"}
     report = onepass.swap(model, force="1", strict=True)
@@ -64,7 +64,7 @@ def test_a_norm_that_the_probe_refuses():
     assert onepass.unswap(model) == ["1"]
 
 
-def test_verify_finds_what_was_forced_wrongly():
+def test_verify_finds_what_was_forced_wrongly(torchs_products):
     model = nn.Sequential(nn.Linear(16, 16), Doubled(16), nn.Linear(16, 4))
     report = onepass.swap(model, force="*")
     assert names(report.swapped) == {"1"}

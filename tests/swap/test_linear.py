@@ -13,12 +13,9 @@ from torch.nn.utils import parametrizations
 import onepass
 from onepass import numerics
 from onepass._ops import products, small_calls
-from onepass._ops.products import Facts
 from onepass.swapping.reasons import Reason
+from tests.swap.linear_calls import FAST, SLOW, set_facts
 from tests.swap.same_model import assert_computes_the_same, per_sample
-
-SLOW = Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-FAST = Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +25,6 @@ def slow_products(monkeypatch):
 
 def swap(model: nn.Module, **options) -> onepass.Report:
     return onepass.swap(model, kinds=("linear",), **options)
-
-
-def set_facts(monkeypatch, facts: Facts) -> None:
-    monkeypatch.setattr(products, "facts", lambda: facts)
 
 
 def model() -> nn.Sequential:
@@ -162,7 +155,7 @@ def test_under_autocast_and_compiled():
     with torch.autocast("cpu", torch.bfloat16):
         assert ours(x).dtype is stock(x).dtype is torch.bfloat16
     torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (6, 9):
         x = torch.randn(rows, 24)
         torch.testing.assert_close(compiled(x), ours(x))

@@ -56,7 +56,7 @@ def swapped_names(model) -> set[str]:
     return {n for n, module in model.named_modules() if hasattr(type(module), "_onepass_original")}
 
 
-def test_llama_swapped_is_the_same_and_stays_a_llama():
+def test_llama_swapped_is_the_same_and_stays_a_llama(torchs_products):
     model = llama()
     expected = logits(model)
     report = onepass.swap(model)

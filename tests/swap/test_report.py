@@ -29,7 +29,7 @@ def test_report_is_not_a_model():
             getattr(model, attribute)
 
 
-def test_report_prints_as_an_aligned_table(monkeypatch):
+def test_report_prints_as_an_aligned_table(monkeypatch, torchs_products):
     monkeypatch.setenv("COLUMNS", "100")
     report = onepass.swap(nn.ModuleDict({"model": Model(3), "bn": nn.BatchNorm1d(4)}))
     lines = str(report).splitlines()

@@ -108,7 +108,7 @@ def test_the_record_tells_it():
     assert not calls  # nothing is kept while recording is off
 
 
-def test_the_bound_of_attention():
+def test_the_bound_of_attention(torchs_products):
     """Elements times tokens; one bound in training, whether gradients are wanted or not."""
     module = Attention()
     assert any("run their own forward" in note for note in onepass.swap(module).notes)
@@ -134,7 +134,7 @@ def test_the_bound_of_attention():
         assert ours(2 * bound, torch.bfloat16) and not ours(2 * bound - 1, torch.bfloat16)
 
 
-def test_attention_with_dropout_runs_ours_at_every_size():
+def test_attention_with_dropout_runs_ours_at_every_size(torchs_products):
     module, x = Attention(0.1), torch.randn(1, 4, 64)
     onepass.swap(module)
     assert kernel_of(module, x).startswith("attention_")
@@ -150,7 +150,7 @@ def test_small_attention_is_torchs_bit_for_bit():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_computes_the_same_again(reentrant):
+def test_a_checkpoint_computes_the_same_again(reentrant, torchs_products):
     """Between the bounds of training and of inference, where a first pass has no gradients."""
     module = Attention().bfloat16()
     onepass.swap(module)

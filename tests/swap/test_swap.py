@@ -64,7 +64,7 @@ DROPOUTS = {"layers.0.drop", "layers.1.drop"}
 # ---------------------------------------------------------------- values
 
 
-def test_swapped_model_computes_the_same():
+def test_swapped_model_computes_the_same(torchs_products):
     model, x = Model().eval(), torch.randn(3, 5, 16)
     stock = copy.deepcopy(model)
     report = onepass.swap(model)
@@ -118,7 +118,7 @@ def test_instances_keep_everything_but_their_class():
     assert isinstance(model.final, NamedLayerNorm) and isinstance(model.final, nn.LayerNorm)
 
 
-def test_shared_modules_are_swapped_once_and_stay_shared():
+def test_shared_modules_are_swapped_once_and_stay_shared(torchs_products):
     norm = nn.LayerNorm(8)
     model = nn.Sequential(norm, nn.Linear(8, 8), norm)
     report = onepass.swap(model)
@@ -149,7 +149,7 @@ def test_a_norm_of_another_class_runs_on_the_meta_device():
     assert norm.to("meta")(torch.empty(2, 8, device="meta")).is_meta
 
 
-def test_meta_model_is_swapped_and_materialised_later():
+def test_meta_model_is_swapped_and_materialised_later(torchs_products):
     with torch.device("meta"):
         model = Model()
         report = onepass.swap(model)  # the probe runs on the CPU all the same
@@ -162,7 +162,7 @@ def test_meta_model_is_swapped_and_materialised_later():
     assert_computes_the_same(model.eval(), fresh, x)
 
 
-def test_swap_leaves_random_state_and_gradients_alone():
+def test_swap_leaves_random_state_and_gradients_alone(torchs_products):
     model = Model()
     model(torch.randn(2, 16)).sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -178,7 +178,7 @@ def test_swap_leaves_random_state_and_gradients_alone():
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_deepcopy_and_pickle_stay_swapped():
+def test_deepcopy_and_pickle_stay_swapped(torchs_products):
     model, x = Model().eval(), torch.randn(2, 16)
     onepass.swap(model)
     for twin in (
@@ -251,7 +251,7 @@ def test_state_dict_goes_both_ways():
 # ---------------------------------------------------------------- undoing
 
 
-def test_unswap_restores_every_class():
+def test_unswap_restores_every_class(torchs_products):
     model = Model()
     before = types(model)
     onepass.swap(model)
@@ -266,7 +266,7 @@ def test_unswap_leaves_native_onepass_modules_alone():
     assert onepass.unswap(model) == ["1"] and type(model[0]) is onepass.nn.LayerNorm
 
 
-def test_swap_is_idempotent():
+def test_swap_is_idempotent(torchs_products):
     model = Model()
     first = onepass.swap(model)
     classes = types(model)
@@ -333,7 +333,7 @@ def test_nothing_is_swapped_if_anything_raises():
     ids=["kinds", "kind as text", "include", "includes", "exclude wins", "excludes", "filter_fn",
          "no probe"],
 )  # fmt: skip
-def test_options_choose(options, expected):
+def test_options_choose(options, expected, torchs_products):
     model = Model()
     report = onepass.swap(model, **options)
     assert names(report.swapped) == expected
@@ -343,7 +343,7 @@ def test_options_choose(options, expected):
     assert changed == expected
 
 
-def test_filter_fn_is_asked_last():
+def test_filter_fn_is_asked_last(torchs_products):
     asked = []
     onepass.swap(
         Model(),
@@ -378,7 +378,7 @@ def test_globs_without_a_match_are_noted():
     assert not any("'final'" in note for note in report.notes)
 
 
-def test_dry_run_changes_nothing_and_says_the_same():
+def test_dry_run_changes_nothing_and_says_the_same(torchs_products):
     model = Model()
     before = types(model)
     dry = onepass.swap(model, dry_run=True)

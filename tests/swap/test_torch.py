@@ -71,7 +71,9 @@ class PlainLayer(nn.TransformerEncoderLayer):
     ids=["post-norm", "pre-norm", "gelu", "subclass"],
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:enable_nested_tensor")
-def test_encoder_in_eval_equals_stock_on_valid_rows(layer_cls, options, nested, grad):
+def test_encoder_in_eval_equals_stock_on_valid_rows(
+    layer_cls, options, nested, grad, torchs_products
+):
     model = encoder(layer_cls, nested, **options).eval()
     stock = copy.deepcopy(model)
     report = onepass.swap(model)
@@ -340,7 +342,7 @@ def group(tmp_path):
 
 @needs_gloo
 @pytest.mark.parametrize("order", ["swap first", "wrap first"])
-def test_ddp(group, order):
+def test_ddp(group, order, torchs_products):
     model = Block(p=0.0)
     stock = copy.deepcopy(model)
     if order == "swap first":
@@ -362,7 +364,7 @@ def test_ddp(group, order):
 
 
 @needs_gloo
-def test_fully_shard_after_the_swap_works_and_forbids_unswap(group):
+def test_fully_shard_after_the_swap_works_and_forbids_unswap(group, torchs_products):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -38,7 +38,7 @@ class SlidingAttention(nn.Module):
         return x
 
 
-def test_related_modules_without_a_rule_are_unknown():
+def test_related_modules_without_a_rule_are_unknown(torchs_products):
     model = nn.ModuleDict(
         {
             "attention": SlidingAttention(),

@@ -130,6 +130,7 @@ class _Reading:
     """The numbers of scores, once they were read."""
 
     numbers: Tensor | None = None  # where autograd follows
+    version: int = 0  # of the numbers when they were computed
     unfollowed: Tensor | None = None  # elsewhere, with a graph of their own
 
 
@@ -211,7 +212,7 @@ class Scores(Tensor):
             if result is not None:
                 return result
         name = getattr(function, "__name__", str(function))
-        read = _read_by(name, Scores.compute if torch.is_grad_enabled() else Scores.unfollowed)
+        read = _read_by(name, Scores.read)
         args, kwargs = pytree.tree_map_only(Scores, read, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -244,30 +245,58 @@ class Scores(Tensor):
         while scores is not None:
             scores.is_taken, scores = True, scores.before
 
+    def read(self) -> Tensor:
+        """Their numbers for one of torch's functions, which may be in an autograd.Function."""
+        is_followed = not self.modes[0] or torch.is_grad_enabled()
+        return self.compute() if is_followed else self.unfollowed()
+
     def compute(self) -> Tensor:
         """Their real numbers: the recorded calls, as they were written."""
         if self.reading.numbers is None:
-            self.reading.numbers = self._computed(Scores.compute)
+            numbers = self._computed(Scores.compute)
+            self.reading.numbers, self.reading.version = numbers, _version(numbers)
         return self.reading.numbers
 
     def unfollowed(self) -> Tensor:
-        """The same for code that autograd does not follow; with the same dropout."""
-        if self.reading.unfollowed is None:
-            if self.form.dropout_p:
-                self.reading.unfollowed = self.compute()
-            else:
-                self.reading.unfollowed = self._computed(Scores.unfollowed)
-        return self.reading.unfollowed
+        """The same for code that autograd does not follow: with a graph of their own, unless they
+        were drawn, or written."""
+        reading = self.reading
+        if self.form.dropout_p or (reading.numbers is not None and self._may_be_written()):
+            reading.unfollowed = self.compute()
+        elif reading.unfollowed is None:
+            reading.unfollowed = self._computed(Scores.unfollowed)
+        return reading.unfollowed
 
     def _computed(self, numbers_of: Callable[[Scores], Tensor]) -> Tensor:
         if self.before is None:
             self.form.check_unchanged()
             with _within(*self.modes):
                 return self.form.multiply(self.form.query, self.form.key)
-        before, step = numbers_of(self.before), self.form.steps[-1]
+        step = self.form.steps[-1]
+        is_view = step.kind == "view" or self.is_turned
+        before = numbers_of(self.before) if is_view else self.before.unwritten(numbers_of)
         step.check_unchanged()
         with _within(*self.modes):
             return step(before)
+
+    def unwritten(self, numbers_of: Callable[[Scores], Tensor]) -> Tensor:
+        """The numbers that the next step was applied to: later code may have read and written
+        them."""
+        if self.reading.numbers is None or not self._may_be_written():
+            return numbers_of(self)
+        if self.form.dropout_p:
+            raise RuntimeError(
+                "swap: dropped probabilities of attention by hand must not be written before what "
+                "follows from them is read, got a write; onepass.swap(model, exclude=...) leaves "
+                "the module as it is"
+            )
+        return self._computed(numbers_of)
+
+    def _may_be_written(self) -> bool:
+        numbers = self.reading.numbers
+        if numbers.is_inference():  # no version is counted
+            return not self.form.dropout_p
+        return numbers._version != self.reading.version
 
 
 def _modes() -> tuple[bool, bool, torch.dtype]:
