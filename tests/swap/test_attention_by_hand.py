@@ -326,9 +326,10 @@ def test_branch_that_runs():
 def test_report():
     """It says what is known before the first call, and after it."""
     model = nn.ModuleDict({"a": cases.NanoGPT(), "b": cases.Read(), "c": cases.TwoBranches()})
-    report = onepass.swap(model, kinds=("attention",))
-    assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
-    assert "a, b, c: softmax(q k^T) v by hand, if it runs, becomes one call" in str(report)
+    for dry_run in (True, False):
+        report = onepass.swap(model, kinds=("attention",), dry_run=dry_run)
+        assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
+        assert "a, b, c: softmax(q k^T) v by hand, if it runs, becomes one call" in str(report)
     x = tokens()
     for module in model.values():
         module(x)
@@ -397,7 +398,7 @@ def test_double_backward():
 
 
 def test_memory_grows_with_the_tokens():
-    """No matrix of scores is kept for the backward, nor made."""
+    """No matrix of scores is kept for the backward."""
     _, ours = swapped(cases.Shortest)
     ours(tokens())
     saved = []

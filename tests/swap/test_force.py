@@ -11,6 +11,7 @@ from torch import nn
 
 import onepass
 from tests.swap.foreign_norms import RMS
+from tests.swap.reported import names
 
 
 class Counting(RMS):
@@ -40,10 +41,6 @@ class OwnHeads(nn.MultiheadAttention):
 class OwnBlock(nn.TransformerEncoderLayer):
     def _sa_block(self, *args, **kwargs):
         return super()._sa_block(*args, **kwargs)
-
-
-def names(entries):
-    return {entry["name"] for entry in entries}
 
 
 def test_a_norm_that_the_probe_refuses():

@@ -13,25 +13,14 @@ from torch.nn.utils import parametrizations
 import onepass
 from onepass import numerics
 from onepass._ops import products, small_calls
-from onepass._ops.products import Facts
 from onepass.swapping.reasons import Reason
+from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
 from tests.swap.same_model import assert_computes_the_same, per_sample
-
-SLOW = Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-FAST = Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)
 
 
 @pytest.fixture(autouse=True)
 def slow_products(monkeypatch):
     set_facts(monkeypatch, SLOW)
-
-
-def swap(model: nn.Module, **options) -> onepass.Report:
-    return onepass.swap(model, kinds=("linear",), **options)
-
-
-def set_facts(monkeypatch, facts: Facts) -> None:
-    monkeypatch.setattr(products, "facts", lambda: facts)
 
 
 def model() -> nn.Sequential:
