@@ -44,11 +44,14 @@ def test_one_call(cls):
 
 
 @pytest.mark.parametrize("cls", cases.LEFT)
-def test_left_alone(cls):
-    """Other code computes as it was written, and says why."""
+def test_left_alone(cls, monkeypatch):
+    """Other code computes as it was written, and says why: for good, but for what one call has."""
+    monkeypatch.setattr(small_calls, "LEAST_KEYS", 1)  # as for users
     stock, ours = swapped(cls)
     assert_same(stock, ours, [tokens() for _ in range(4)])
     assert fate(ours).taken == 0 and fate(ours).reason
+    of_one_call = cls in (cases.WithoutKeys, cases.LinearAttention)
+    assert fate(ours).is_left is not of_one_call, fate(ours).reason
 
 
 @pytest.mark.parametrize("cls", [cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm])

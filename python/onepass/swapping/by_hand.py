@@ -134,11 +134,12 @@ class Recorder:
             return None if output is None else output.mT.contiguous()
         if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
             return None
-        if not factors.is_outer or self.reason == _FEW_KEYS:
+        if self.reason == _FEW_KEYS:
             return None
         query, key = factors.query_key()
         if key.shape[-2] < small_calls.LEAST_KEYS * key.shape[-1]:
-            self.reason = _FEW_KEYS
+            if not self.made:  # else these may be values, by probabilities that were read
+                self.reason = _FEW_KEYS
             return None
         self.made += 1
         form = Form.of(query, key, factors.multiply)
