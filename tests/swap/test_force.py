@@ -111,6 +111,7 @@ def test_force_cannot_do_everything():
     assert set(reasons) == {"batch", "frozen"} and names(report.unknown) == {"drop"}
     assert all(reason.endswith("; force does not change that") for reason in reasons.values())
     assert reasons["frozen"].startswith("its forward is replaced on the instance")
+    assert not any(": forced" in note for note in report.notes)
     with pytest.raises(RuntimeError, match="force does not change that"):
         onepass.swap(model, force="*", strict=True)
 
