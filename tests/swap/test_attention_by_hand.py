@@ -292,6 +292,16 @@ def test_fewer_keys_than_columns(monkeypatch):
         assert bool(fate(ours).reason) == (not taken)
 
 
+def test_float64_runs_as_written():
+    """It says so, until the module is cast."""
+    stock, ours = swapped(cases.Shortest)
+    x = tokens()
+    assert torch.equal(ours.double()(x.double()), stock.double()(x.double()))
+    assert (fate(ours).taken, fate(ours).reason) == (0, "its query and key are float64")
+    ours.float()(x)
+    assert (fate(ours).taken, fate(ours).reason) == (1, "")
+
+
 def test_errors_decide_nothing():
     stock, ours = swapped(Masked)
     x = tokens()
