@@ -17,10 +17,7 @@ from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
 from tests.swap.same_model import assert_computes_the_same, per_sample
 
-
-@pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    set_facts(monkeypatch, SLOW)
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 def model() -> nn.Sequential:

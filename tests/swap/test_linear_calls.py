@@ -42,9 +42,7 @@ from tests.swap.reported import names, types
 LEAST = dict(small_calls.LEAST_LINEAR_CALLS)  # the fixture of all tests takes them away
 
 
-@pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    set_facts(monkeypatch, SLOW)
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 # ---- call sites ----------------------------------------------------------------------------------

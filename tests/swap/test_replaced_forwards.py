@@ -13,7 +13,7 @@ from torch import nn
 
 import onepass
 from onepass import _stock
-from onepass.swapping import classes, matchers
+from onepass.swapping import classes
 from tests.support import fresh
 from tests.swap.test_only_reads import CallsLinear
 
@@ -75,9 +75,7 @@ CASES = {
 on_cases = pytest.mark.parametrize(("cls", "make", "kind"), CASES.values(), ids=CASES.keys())
 
 
-@pytest.fixture(autouse=True)
-def linear_layers_gain(monkeypatch):
-    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+pytestmark = pytest.mark.usefixtures("linear_layers_gain")
 
 
 def forwards(model):
