@@ -425,6 +425,14 @@ def test_files_named_in_comments_and_pages_exist():
                 assert (ROOT / name).exists(), f"{relative(file)}: there is no {name}"
 
 
+def test_maps_of_packages_are_complete():
+    """A package whose docstring lists files lists all of them."""
+    for init in (ROOT / "python").rglob("__init__.py"):
+        listed = set(re.findall(r"\w+\.py\b", ast.get_docstring(ast.parse(init.read_text())) or ""))
+        files = {file.name for file in init.parent.glob("*.py")} - {"__init__.py"}
+        assert listed in (set(), files), f"{relative(init)}: {sorted(listed ^ files)}"
+
+
 def test_files_are_short():
     lengths = {
         relative(file): len(file.read_text().splitlines())

@@ -360,6 +360,12 @@ class TalkingHeads(Base):
         return self.talk(q @ k.mT * 0.3).softmax(-1) @ v
 
 
+class HeadGate(Base):
+    def attend(self, q, k, v):
+        gate = torch.linspace(0.5, 1.0, HEADS, dtype=q.dtype)
+        return einsum("h,bhij->bhij", gate, q @ k.mT * 0.3).softmax(-1) @ v
+
+
 class RowTemperature(Base):
     """One that keys have, too."""
 
@@ -419,7 +425,7 @@ class Written(Base):
 
 
 LEFT = [
-    Read, TopKeys, TalkingHeads, RowTemperature, OverQueries, Renormalised, WithoutKeys,
+    Read, TopKeys, TalkingHeads, HeadGate, RowTemperature, OverQueries, Renormalised, WithoutKeys,
     Small, TurnedScores, ByTurnedProbabilities, LinearAttention, Written,
 ]  # fmt: skip
 

@@ -21,14 +21,6 @@ def swap(model: nn.Module, **options) -> onepass.Report:
     return onepass.swap(model, kinds=("linear",), **options)
 
 
-def names(entries) -> set[str]:
-    return {entry["name"] for entry in entries}
-
-
-def types(model) -> list[type]:
-    return [type(module) for module in model.modules()]
-
-
 def count(run) -> int:
     """The number of our calls in the forward of `run`."""
     with dispatch_log.record() as calls:

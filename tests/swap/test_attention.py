@@ -28,6 +28,7 @@ from tests.swap.foreign_attention import (
     Plain,
     WithProcessor,
 )
+from tests.swap.reported import names, types
 
 CALLS = "onepass.functional.scaled_dot_product_attention"
 
@@ -42,14 +43,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.attention(self.norm(x))
-
-
-def names(entries) -> set[str]:
-    return {entry["name"] for entry in entries}
-
-
-def types(model) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 def attentions_in(calls) -> int:

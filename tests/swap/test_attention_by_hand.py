@@ -44,11 +44,14 @@ def test_one_call(cls):
 
 
 @pytest.mark.parametrize("cls", cases.LEFT)
-def test_left_alone(cls):
-    """Other code computes as it was written, and says why."""
+def test_left_alone(cls, monkeypatch):
+    """Other code computes as it was written, and says why: for good, but for what one call has."""
+    monkeypatch.setattr(small_calls, "LEAST_KEYS", 1)  # as for users
     stock, ours = swapped(cls)
     assert_same(stock, ours, [tokens() for _ in range(4)])
     assert fate(ours).taken == 0 and fate(ours).reason
+    of_one_call = cls in (cases.WithoutKeys, cases.LinearAttention)
+    assert fate(ours).is_left is not of_one_call, fate(ours).reason
 
 
 @pytest.mark.parametrize("cls", [cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm])
@@ -304,6 +307,16 @@ def test_fewer_keys_than_columns(monkeypatch):
         assert bool(fate(ours).reason) == (not taken)
 
 
+def test_float64_runs_as_written():
+    """It says so, until the module is cast."""
+    stock, ours = swapped(cases.Shortest)
+    x = tokens()
+    assert torch.equal(ours.double()(x.double()), stock.double()(x.double()))
+    assert (fate(ours).taken, fate(ours).reason) == (0, "its query and key are float64")
+    ours.float()(x)
+    assert (fate(ours).taken, fate(ours).reason) == (1, "")
+
+
 def test_errors_decide_nothing():
     stock, ours = swapped(Masked)
     x = tokens()
@@ -341,9 +354,10 @@ def test_branch_that_runs():
 def test_report():
     """It says what is known before the first call, and after it."""
     model = nn.ModuleDict({"a": cases.NanoGPT(), "b": cases.Read(), "c": cases.TwoBranches()})
-    report = onepass.swap(model, kinds=("attention",))
-    assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
-    assert "a, b, c: softmax(q k^T) v by hand, if it runs, becomes one call" in str(report)
+    for dry_run in (True, False):
+        report = onepass.swap(model, kinds=("attention",), dry_run=dry_run)
+        assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
+        assert "a, b, c: softmax(q k^T) v by hand, if it runs, becomes one call" in str(report)
     x = tokens()
     for module in model.values():
         module(x)
@@ -412,7 +426,7 @@ def test_double_backward():
 
 
 def test_memory_grows_with_the_tokens():
-    """No matrix of scores is kept for the backward, nor made."""
+    """No matrix of scores is kept for the backward."""
     _, ours = swapped(cases.Shortest)
     ours(tokens())
     saved = []

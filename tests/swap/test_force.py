@@ -11,6 +11,7 @@ from torch import nn
 
 import onepass
 from tests.swap.foreign_norms import RMS
+from tests.swap.reported import names
 
 
 class Counting(RMS):
@@ -40,10 +41,6 @@ class OwnHeads(nn.MultiheadAttention):
 class OwnBlock(nn.TransformerEncoderLayer):
     def _sa_block(self, *args, **kwargs):
         return super()._sa_block(*args, **kwargs)
-
-
-def names(entries):
-    return {entry["name"] for entry in entries}
 
 
 def test_a_norm_that_the_probe_refuses(torchs_products):
@@ -114,6 +111,7 @@ def test_force_cannot_do_everything():
     assert set(reasons) == {"batch", "frozen"} and names(report.unknown) == {"drop"}
     assert all(reason.endswith("; force does not change that") for reason in reasons.values())
     assert reasons["frozen"].startswith("its forward is replaced on the instance")
+    assert not any(": forced" in note for note in report.notes)
     with pytest.raises(RuntimeError, match="force does not change that"):
         onepass.swap(model, force="*", strict=True)
 

@@ -37,10 +37,7 @@ from tests.swap.lazy_logits_cases import (
 CHUNK_OF_WORD = small_calls.CHUNK_OF_WORD
 
 
-@pytest.fixture(autouse=True)
-def every_call_gains(swapped_run_ours, monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
-    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
+pytestmark = pytest.mark.usefixtures("every_loss_gains")
 
 
 # ---- the loss ------------------------------------------------------------------------------------

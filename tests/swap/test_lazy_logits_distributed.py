@@ -10,16 +10,12 @@ from torch import distributed as dist
 from torch import nn
 
 from onepass import numerics
-from onepass._ops import small_calls
 from tests.swap.lazy_logits_cases import assert_same_steps, labelled, pair, waits
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 
 
-@pytest.fixture(autouse=True)
-def every_call_gains(swapped_run_ours, monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
-    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
+pytestmark = pytest.mark.usefixtures("every_loss_gains")
 
 
 @pytest.fixture(autouse=True)

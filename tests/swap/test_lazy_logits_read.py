@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from onepass import numerics
-from onepass._ops import small_calls
 from tests.swap.lazy_logits_cases import (
     VOCABULARY,
     assert_same,
@@ -23,11 +22,7 @@ from tests.swap.lazy_logits_cases import (
     waits,
 )
 
-
-@pytest.fixture(autouse=True)
-def every_call_gains(swapped_run_ours, monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
-    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
+pytestmark = pytest.mark.usefixtures("every_loss_gains")
 
 
 # ---- reading logits ------------------------------------------------------------------------------

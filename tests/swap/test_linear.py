@@ -14,17 +14,10 @@ import onepass
 from onepass import numerics
 from onepass._ops import products, small_calls
 from onepass.swapping.reasons import Reason
-from tests.swap.linear_calls import FAST, SLOW, set_facts
+from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
 from tests.swap.same_model import assert_computes_the_same, per_sample
 
-
-@pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    set_facts(monkeypatch, SLOW)
-
-
-def swap(model: nn.Module, **options) -> onepass.Report:
-    return onepass.swap(model, kinds=("linear",), **options)
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 def model() -> nn.Sequential:

@@ -34,18 +34,15 @@ from tests.swap.linear_calls import (
     Block,
     attentions,
     count,
-    names,
     set_facts,
     swap,
-    types,
 )
+from tests.swap.reported import names, types
 
 LEAST = dict(small_calls.LEAST_LINEAR_CALLS)  # the fixture of all tests takes them away
 
 
-@pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    set_facts(monkeypatch, SLOW)
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 # ---- call sites ----------------------------------------------------------------------------------

@@ -16,13 +16,11 @@ from onepass._ops import dispatch_log
 from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import Base, Experts, OwnAttention, Plain
-from tests.swap.linear_calls import CALLS, SLOW, Block, count, set_facts, swap, types
+from tests.swap.linear_calls import CALLS, Block, count, swap
+from tests.swap.reported import types
 from tests.swap.same_model import per_sample
 
-
-@pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    set_facts(monkeypatch, SLOW)
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 # ---- inputs that are not onepass's ---------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import onepass
 from onepass import numerics
 from onepass._ops import dispatch_log, small_calls
+from tests.swap.test_rotary import apply_rotary_pos_emb
 
 WIDTH, TOKENS = 16, 6
 
@@ -97,16 +98,6 @@ class Decoder(nn.Module):
 
     def forward(self, x):
         return self.it(x, x.flip(1))
-
-
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-def rotate_half(x):
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
 
 
 class Rotating(nn.Module):

@@ -7,14 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-
-
-def names(entries) -> set[str]:
-    return {entry["name"] for entry in entries}
-
-
-def types(model) -> list[type]:
-    return [type(module) for module in model.modules()]
+from tests.swap.reported import names, types
 
 
 class Stubborn(nn.LayerNorm):

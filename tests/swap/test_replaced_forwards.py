@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.ao.nn.qat  # its classes are among those looked at
 from torch import nn
-from torch.nn import functional as F
 
 import onepass
 from onepass import _stock
-from onepass.swapping import classes, matchers
+from onepass.swapping import classes
 from tests.support import fresh
+from tests.swap.test_only_reads import CallsLinear
 
 pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
 
@@ -75,9 +75,7 @@ CASES = {
 on_cases = pytest.mark.parametrize(("cls", "make", "kind"), CASES.values(), ids=CASES.keys())
 
 
-@pytest.fixture(autouse=True)
-def linear_layers_gain(monkeypatch):
-    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+pytestmark = pytest.mark.usefixtures("linear_layers_gain")
 
 
 def forwards(model):
@@ -146,20 +144,11 @@ def test_a_block_of_an_encoder_layer(name, monkeypatch):
     torch.testing.assert_close(layer(x), expected)
 
 
-class Projected(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return F.linear(x, self.weight)
-
-
 def test_a_class_of_the_users_own_between_two_swaps(monkeypatch):
     """The forward in force is the one whose calls are redirected."""
-    first, second = Projected(), Projected()
+    first, second = CallsLinear(), CallsLinear()
     onepass.swap(first, kinds="linear")
-    monkeypatch.setattr(Projected, "forward", wrapped(Projected))
+    monkeypatch.setattr(CallsLinear, "forward", wrapped(CallsLinear))
     x = torch.randn(9, 8)
     expected = second(x)
     onepass.swap(second, kinds="linear")

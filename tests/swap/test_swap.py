@@ -13,6 +13,7 @@ from torch import nn
 import onepass
 from tests.support import fresh
 from tests.swap.foreign_norms import RMS, Gated, Max, OnePlusRMS
+from tests.swap.reported import names, types
 from tests.swap.same_model import assert_computes_the_same
 
 
@@ -47,14 +48,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.final(x)
-
-
-def names(entries) -> set[str]:
-    return {entry["name"] for entry in entries}
-
-
-def types(model) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 NORMS = {f"layers.{i}.norm{j}" for i in (0, 1) for j in (1, 2, 3)} | {"final"}

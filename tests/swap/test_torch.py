@@ -14,6 +14,7 @@ from torch import nn
 
 import onepass
 from tests.swap.foreign_norms import OnePlusRMS
+from tests.swap.reported import types
 
 
 class Block(nn.Module):
@@ -26,10 +27,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.drop(self.mlp(self.norm(x) + self.foreign(x)))
-
-
-def types(model) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 def reasons(report) -> set[str]:

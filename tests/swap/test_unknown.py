@@ -10,10 +10,7 @@ from torch import nn
 
 import onepass
 from onepass.swapping.reasons import Reason
-
-
-def names(entries):
-    return {entry["name"] for entry in entries}
+from tests.swap.reported import names
 
 
 class AdaptiveNorm(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass._ops import products, small_calls
+from onepass._ops import small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping.matchers import KINDS
 
@@ -94,10 +94,7 @@ EXPECTED = {
 
 
 @pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    """Linear layers are swapped, as on AMD."""
-    facts = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-    monkeypatch.setattr(products, "facts", lambda: facts)
+def all_kinds_gain(slow_products, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)
 

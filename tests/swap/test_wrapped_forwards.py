@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.swapping import matchers
 from tests.swap.small_models import CONFIG, adaptive, resnet
 
 transformers = pytest.importorskip("transformers", reason="its modules are swapped")
@@ -22,9 +21,7 @@ llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 accelerate = pytest.importorskip("accelerate")
 
 
-@pytest.fixture(autouse=True)
-def linear_layers_gain(monkeypatch):
-    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+pytestmark = pytest.mark.usefixtures("linear_layers_gain")
 
 
 class Attending(nn.Module):

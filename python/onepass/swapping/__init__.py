@@ -3,21 +3,40 @@
 A module is swapped by setting its `__class__` to a subclass whose forward calls the fused operator:
 parameters, hooks, state_dict keys and everything else of the instance stay the very same objects.
 
-    engine.py    the options, all or nothing
-    walk.py      the modules of a model and the choice by the options
-    matchers.py  the kind of a module, from its structure alone
-    callsites.py modules that call F.scaled_dot_product_attention or F.linear, from their code
-    by_name.py   modules that take attention by a name in their config (transformers)
-    probe.py     the numeric proof that a foreign norm is a norm that onepass computes
-    gated.py     the same for gated feed-forward blocks
-    rotary.py    functions that rotate, and the forwards that call ours; rotary_proof.py their proof
-    inputs.py    the tensors that the operators take
-    specs.py     the results of matchers and proofs
-    classes.py   the classes that swapped modules get
-    plan.py      the plan of a swap
-    sample.py    what of a plan gains on a batch of the user's
-    changes.py   the edits of a call, undone unless it returns
-    report.py    the changes, as a table; notes.py its notes; verify.py runs stock against swapped
+What is swapped:
+
+    engine.py        the options, all or nothing
+    walk.py          the modules of a model and the choice by the options
+    matchers.py      the kind of a module, from its structure alone
+    callsites.py     modules that call F.scaled_dot_product_attention or F.linear, from their code
+    by_name.py       modules that take attention by a name in their config (transformers)
+    plan.py          the plan of a swap; sample.py what of it gains on a batch of the user's
+    changes.py       the edits of a call, undone unless it returns
+    reasons.py       why a module keeps its class
+
+What is proven, and computes:
+
+    specs.py         the results of matchers and proofs
+    probe.py         the numeric proof that a foreign norm is one that onepass computes; foreign.py
+                     computes it
+    gated.py         the same for gated feed-forward blocks
+    adaptive.py      the same for norms of diffusers with scale and shift
+    activated.py     the same for group norms with silu after them
+    rotary.py        functions that rotate, and the forwards that call ours; rotary_proof.py
+    by_hand.py       softmax(q k^T) v by hand; scores.py without data, recorded.py the calls on
+                     them, factors.py the products, by_hand_call.py the call of attention,
+                     by_hand_proof.py its proof
+    redirection.py   calls of torch's functions in a swapped forward
+    inputs.py        the tensors that the operators take
+    classes.py       the classes that swapped modules get; restored.py those that they get back
+    quantization.py  a warning of swapped linear layers
+
+What is told:
+
+    report.py        the changes, as a table; notes.py its notes
+    verify.py        stock against swapped: runs.py the runs, masks.py the same dropout in both,
+                     kernels.py single calls, verification.py the verdict
+    undisturbed.py   the state that running a model may change
 """
 
 from onepass.swapping.engine import swap, swapped, unswap

@@ -34,7 +34,8 @@ NOTE = (
 )
 _MOST_IDLE = 2  # runs in which products, but no attention, were found
 _FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
-_OF_ONE_CALL = (_FEW_KEYS, NO_KEY, EMPTY)  # reasons that do not hold for the next call
+_FLOAT64 = "its query and key are float64"
+_OF_ONE_CALL = (_FEW_KEYS, _FLOAT64, NO_KEY, EMPTY)  # reasons that do not hold for the next call
 
 
 def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
@@ -134,11 +135,15 @@ class Recorder:
             return None if output is None else output.mT.contiguous()
         if not (_is_activation(left) and _is_activation(right)) or left.dtype != right.dtype:
             return None
-        if not factors.is_outer or self.reason == _FEW_KEYS:
+        if left.dtype is torch.float64:
+            self.reason = self.reason or _FLOAT64
+            return None
+        if self.reason == _FEW_KEYS:
             return None
         query, key = factors.query_key()
         if key.shape[-2] < small_calls.LEAST_KEYS * key.shape[-1]:
-            self.reason = _FEW_KEYS
+            if not self.made:  # else these may be values, by probabilities that were read
+                self.reason = _FEW_KEYS
             return None
         self.made += 1
         form = Form.of(query, key, factors.multiply)
@@ -148,6 +153,8 @@ class Recorder:
     def _values(self, scores: Scores, other: Tensor, value: Callable) -> Tensor | None:
         """The product of probabilities and `value()`, which is made of the other factor."""
         if not (scores.is_open() and scores.form.is_softmax and _is_activation(other)):
+            return None
+        if other.dtype is torch.float64:
             return None
         scores.form.check_unchanged()
         output = self._attention(scores.form, value())
@@ -205,5 +212,4 @@ def _is_activation(tensor: object) -> bool:
         and tensor.is_cpu
         and tensor.dim() >= 3
         and tensor.is_floating_point()
-        and tensor.dtype is not torch.float64
     )

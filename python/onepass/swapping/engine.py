@@ -156,10 +156,10 @@ def swap(
     measured = [] if sample is None else keep_gains(plan, model, sample)
     report._decision = Decision(plan.left_out, measured)
     report.notes = measured + choice.without_a_match(plan.found) + notes.notes(model, plan)
+    report._changes += [
+        Change(change.module, type(change.module), change.cls) for change in plan.classes
+    ]
     if not dry_run:
-        report._changes += [
-            Change(change.module, type(change.module), change.cls) for change in plan.classes
-        ]
         journal.make(plan.edits())
     return report
 

@@ -18,8 +18,7 @@ class Factors(NamedTuple):
 
     left: Tensor
     right: Tensor
-    multiply: Callable[[Tensor, Tensor], Tensor]
-    is_outer: bool = True  # rows of both over their last dimension
+    multiply: Callable[[Tensor, Tensor], Tensor]  # of query and key
     letters: tuple[str, str, str] | None = None
 
     def query_key(self) -> tuple[Tensor, Tensor]:
@@ -39,7 +38,7 @@ class Factors(NamedTuple):
             return self.right
         of_left, of_right, of_result = self.letters
         (column,) = set(of_right) - set(of_left)
-        return _ordered(self.right, of_right, of_left[:-1] + of_left[-1] + column, skip=of_left[-2])
+        return _ordered(self.right, of_right, of_left[:-2] + of_left[-1] + column)
 
     def arranged(self, output: Tensor) -> Tensor:
         """From (*lead, seq_q, value_dim) to the product's own order, in torch's memory order: the
@@ -54,9 +53,8 @@ class Factors(NamedTuple):
         return output.permute([memory.index(letter) for letter in of_result])
 
 
-def _ordered(tensor: Tensor, letters: str, wanted: str, skip: str = "") -> Tensor:
+def _ordered(tensor: Tensor, letters: str, wanted: str) -> Tensor:
     """The tensor with its dimensions as wanted, of size 1 where it has none."""
-    wanted = wanted.replace(skip, "") if skip else wanted
     present = [letter for letter in wanted if letter in letters]
     tensor = tensor.permute([letters.index(letter) for letter in present])
     for place, letter in enumerate(wanted):
@@ -81,12 +79,12 @@ def factors_of(function: Callable, args: tuple, kwargs: dict, takes_values: bool
 def _einsum(takes_values: bool, equation: object, *operands: object) -> Factors | None:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+    if not isinstance(equation, str) or len(operands) != 2 or equation.count("->") != 1:
         return None
     if not all(isinstance(x, Tensor) for x in operands):
         return None
     letters = _letters(equation.replace(" ", ""), *(x.dim() for x in operands))
-    if letters is None:
+    if letters is None or len(letters[0]) < 2:
         return None
     left, right, result = (set(x) for x in letters)
     summed, rows, columns = left & right - result, left - right, right - left
@@ -94,7 +92,7 @@ def _einsum(takes_values: bool, equation: object, *operands: object) -> Factors 
         query, key = letters[0][-2:]
         is_product = {key} == summed and query in rows and len(columns) == 1
         is_product = is_product and left | columns == result | summed
-        return Factors(*operands, _nothing, False, letters) if is_product else None
+        return Factors(*operands, _matmul, letters) if is_product else None
     both = left & right & result
     if len(summed) != 1 or len(letters[2]) < 3:
         return None
@@ -103,15 +101,11 @@ def _einsum(takes_values: bool, equation: object, *operands: object) -> Factors 
         return None
     if not left | right <= result | summed:
         return None
-    return Factors(*operands, _matmul, True, letters)
+    return Factors(*operands, _matmul, letters)
 
 
 def _matmul(query: Tensor, key: Tensor) -> Tensor:
     return torch.matmul(query, key.mT)
-
-
-def _nothing(*_):
-    raise AssertionError("a product with values has no scores")
 
 
 def _letters(equation: str, *dims: int) -> tuple[str, str, str] | None:

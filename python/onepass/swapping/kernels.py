@@ -87,6 +87,11 @@ def _has_room(func, args, kwargs) -> bool:
     query, key = args[:2]
     rows = query.numel() // max(query.shape[-1], 1)
     needed = 8 * _COPIES * rows * (kwargs.get("max_k") or key.shape[-2])
-    if query.is_cuda:
-        return needed < torch.cuda.mem_get_info(query.device)[0]
-    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return needed < free_memory(query.device)
+
+
+def free_memory(device: torch.device) -> int:
+    """In bytes, of a GPU or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -50,7 +50,7 @@ _SAMPLERS = {
 _POSITIONS = ("cu_seq_q", "seqused_k", "block_table", "query_offset", "key_offset")
 
 
-class _Call(NamedTuple):
+class _DropoutCall(NamedTuple):
     """A call of dropout: `shape` is that of its mask, empty if stock has none like it."""
 
     p: float
@@ -89,7 +89,7 @@ class Masks:
 
     def __init__(self):
         self._problem = ""
-        self.calls: dict[tuple, _Call] = {}
+        self.calls: dict[tuple, _DropoutCall] = {}
         self._keep: dict[tuple, Tensor] = {}
         self._noise: list[tuple] = []  # (numbers, state of the generator after them)
 
@@ -123,10 +123,10 @@ class Masks:
         if swapped != stock:
             raise Unpaired("stock and swapped draw different random numbers")
 
-    def note(self, seed: Tensor, call: _Call) -> None:
+    def note(self, seed: Tensor, call: _DropoutCall) -> None:
         self.calls.setdefault(tuple(seed.tolist()), call)
 
-    def keep(self, seed: Tensor, input: Tensor, call: _Call) -> Tensor:
+    def keep(self, seed: Tensor, input: Tensor, call: _DropoutCall) -> Tensor:
         """The mask of a call of torch's dropout."""
         key, shape = tuple(seed.tolist()), call.shape
         made = self.calls.get(key)
@@ -199,7 +199,7 @@ class _Dropouts(TorchFunctionMode):
 
     def _mask(self, input, p, shape, of_scores) -> tuple[Tensor, float]:
         """(the mask, the factor of what is kept)."""
-        seed, call = draw_seed(input.device), _Call(float(p), shape, of_scores)
+        seed, call = draw_seed(input.device), _DropoutCall(float(p), shape, of_scores)
         if self._notes:
             self._masks.note(seed, call)
         kept = 1 - math.floor(65536 * p + 0.5) / 65536
@@ -252,14 +252,14 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-def _call_of(given: dict, result) -> _Call:
+def _call_of(given: dict, result) -> _DropoutCall:
     p = given["p"] if "p" in given else given["dropout_p"]
     if "query" not in given:
         first = result if isinstance(result, Tensor) else result[0]
-        return _Call(p, tuple(first.shape), False, True)
+        return _DropoutCall(p, tuple(first.shape), False, True)
     if any(isinstance(value, Tensor) or value for value in map(given.get, _POSITIONS)):
-        return _Call(p, (), True, True)
-    return _Call(p, (*given["query"].shape[:-1], given["key"].shape[-2]), True, True)
+        return _DropoutCall(p, (), True, True)
+    return _DropoutCall(p, (*given["query"].shape[:-1], given["key"].shape[-2]), True, True)
 
 
 class _Noise(TorchDispatchMode):

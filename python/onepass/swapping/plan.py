@@ -271,6 +271,7 @@ class Plan:
         if item.wrapped:
             return None, item.wrapped[0]
         reason, spec, forward = match.reason, None, match.forward
+        vouched = False  # it is swapped by force alone
         if forward is classes.Calls:
             before = self.classes[-1] if self.classes else None
             before = before.cls._onepass_spec if before and before.module is module else ()
@@ -278,8 +279,7 @@ class Plan:
             if self.lazy_logits and "loss_function" in match.calls and not reason:
                 spec = _sorted(*spec, *self._head(module))
         if reason and forced and match.forceable:
-            reason = matchers.obstacle_to(module, match.kind)
-            self.forced.append(item.names[0])
+            reason, vouched = matchers.obstacle_to(module, match.kind), True
         if reason:
             return None, reason + _NOT_BY_FORCE * forced
         if isinstance(match.structure, gated.Parts):
@@ -294,27 +294,24 @@ class Plan:
             spec = _sorted(*before, *proven)
         elif isinstance(match.structure, activated.Activated):
             spec = self._activated(module, match.structure)
-            if isinstance(spec, str):
-                return None, spec + _NOT_BY_FORCE * forced
         elif isinstance(match.structure, adaptive.Adaptive):
             spec = self._adaptive(module, match.structure.form)
-            if isinstance(spec, str):
-                return None, spec + _NOT_BY_FORCE * forced
         elif match.structure is not None:
             spec = self._verdict(module, match.structure, forced=False)
-            if isinstance(spec, str) and forced:
-                spec = self._verdict(module, match.structure, forced=True)
-                if not isinstance(spec, str):
-                    self.forced.append(item.names[0])
-            if isinstance(spec, str):
-                return None, spec + _NOT_BY_FORCE * forced
+            if isinstance(spec, Because) and forced:
+                spec, vouched = self._verdict(module, match.structure, forced=True), True
             forward = ForeignNormForward
+        if isinstance(spec, Because):
+            return None, spec + _NOT_BY_FORCE * forced
         try:
             target = make_class(type(module), forward, spec)
         except TypeError as error:
             return None, Reason.NO_SUBCLASS.because(error)
-        why = changes.refusal(module, target)
-        return (None, Reason.REFUSES.because(why)) if why else (target, None)
+        if why := changes.refusal(module, target):
+            return None, Reason.REFUSES.because(why)
+        if vouched:
+            self.forced.append(item.names[0])
+        return target, None
 
     def _head(self, model: nn.Module) -> list[HeadSpec]:
         """The head of a model of transformers, if its logits can be lazy; other heads are
@@ -323,11 +320,10 @@ class Plan:
 
         name = lazy_logits.head_name(model)
         if name is None:
-            item = next(item for item in self.found if item.module is model)
-            self._refuse(item, Reason.NOT_A_CHILD.because())
+            self._refuse(self._items[id(model)], Reason.NOT_A_CHILD.because())
             return []
         head = model._modules[name]
-        item = next(item for item in self.found if item.module is head)
+        item = self._items[id(head)]
         if reason := self._choice.refusal(item):
             self._skip(item, reason)
             return []

@@ -97,11 +97,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
         output = torch.func.functional_call(model, moved, args, kwargs)
     leaves = {
         f"output {index}" if index else "output": leaf
-        for index, leaf in enumerate(
-            leaf
-            for leaf in pytree.tree_leaves(_plain(output))
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        )
+        for index, leaf in enumerate(_floating(output))
     }
     padding = _padding(kwargs, leaves)
     if hide:
@@ -110,36 +106,38 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
                 leaves[name].register_hook(functools.partial(_without, rows=rows))
     tensors = {name: leaf.detach() for name, leaf in leaves.items()}
     if loss_fn is not None:
-        loss = loss_fn(output)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise RuntimeError(f"verify: loss_fn must return a scalar tensor, got {got}")
+        loss = _checked(loss_fn(output))
         tensors["loss"] = loss.detach()
     elif not leaves:
         raise RuntimeError(
             f"verify: model must return floating-point tensors, got {type(output).__name__}"
         )
-    else:
-        loss = _loss(output, list(leaves.values()))
-        if loss is None:
-            loss, hide = _projection(leaves, padding), True
+    elif (loss := _loss(output, list(leaves.values()))) is None:
+        loss, hide = _projection(leaves, padding), True
     looked_at = {name: leaves[name] for name in padding if not hide and leaves[name].requires_grad}
     wanted = {**named, **inputs}
-    unseen = padding
-    if (wanted or looked_at) and loss.requires_grad:
-        of = [*wanted.values(), *looked_at.values()]
-        gradients = iter(torch.autograd.grad(loss, of, allow_unused=True))
-        for name, value in wanted.items():
-            gradient = next(gradients)
-            tensors[f"gradient of {name}"] = (
-                torch.zeros_like(value.detach()) if gradient is None else gradient
-            )
-        seen = {name: g for name, g in zip(looked_at, gradients, strict=True) if g is not None}
-        unseen = {
-            name: rows & ~(seen[name] != 0).flatten(2).any(-1) if name in seen else rows
-            for name, rows in padding.items()
-        }
+    if not (loss.requires_grad and (wanted or looked_at)):
+        return Run(float(loss.detach()), tensors, padding, Random(model))
+    of = [*wanted.values(), *looked_at.values()]
+    gradients = iter(torch.autograd.grad(loss, of, allow_unused=True))
+    for name, value in wanted.items():
+        gradient = next(gradients)
+        tensors[f"gradient of {name}"] = (
+            torch.zeros_like(value.detach()) if gradient is None else gradient
+        )
+    seen = {name: g for name, g in zip(looked_at, gradients, strict=True) if g is not None}
+    unseen = {
+        name: rows & ~(seen[name] != 0).flatten(2).any(-1) if name in seen else rows
+        for name, rows in padding.items()
+    }
     return Run(float(loss.detach()), tensors, unseen, Random(model))
+
+
+def _checked(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise RuntimeError(f"verify: loss_fn must return a scalar tensor, got {got}")
+    return loss
 
 
 def _padding(kwargs: dict, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -158,9 +156,10 @@ def _without(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.masked_fill(rows.reshape(*rows.shape, *(1,) * (tensor.dim() - 2)), 0.0)
 
 
-def _plain(output):
+def _floating(output: object) -> list[Tensor]:
     """Outputs of transformers are ordered dicts that torch's pytree may not know."""
-    return dict(output) if isinstance(output, dict) else output
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _loss(output, leaves: list[Tensor]) -> Tensor | None:

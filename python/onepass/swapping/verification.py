@@ -46,7 +46,7 @@ class Deviation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Calls:
+class CallCounts:
     """What ran in the swapped model, of the calls that could have been onepass's."""
 
     ours: Counter[str] = field(default_factory=Counter)  # by operator
@@ -55,7 +55,7 @@ class Calls:
     larger: Counter[str] = field(default_factory=Counter)  # ours in the second pass
 
     @classmethod
-    def of(cls, records: list[dict]) -> Calls:
+    def of(cls, records: list[dict]) -> CallCounts:
         """From the records of `dispatch_log`."""
         left = [record for record in records if record["level"] == dispatch_log.TORCH]
         ours = [record for record in records if record["level"] != dispatch_log.TORCH]
@@ -65,9 +65,9 @@ class Calls:
             sum(record["reason"].startswith(dispatch_log.TOO_SMALL) for record in left),
         )
 
-    def and_larger(self, again: Calls) -> Calls:
+    def and_larger(self, again: CallCounts) -> CallCounts:
         """With those that onepass's kernels compute in the second pass alone."""
-        return Calls(self.ours, self.left, self.small, again.ours - self.ours)
+        return CallCounts(self.ours, self.left, self.small, again.ours - self.ours)
 
 
 class Verification:
@@ -98,7 +98,7 @@ class Verification:
         loss: tuple[float, float],
         judged: str,
         padding: tuple[str, ...] = (),
-        calls: Calls = Calls(),
+        calls: CallCounts = CallCounts(),
         not_run: tuple[str, ...] = (),
         dropout_off: str = "",
         shares: dict[str, float] | None = None,
@@ -193,7 +193,7 @@ def _counted(calls: dict[str, int], shares: dict[str, float] | None = None) -> s
     )
 
 
-def _nothing_ran(calls: Calls) -> str:
+def _nothing_ran(calls: CallCounts) -> str:
     if calls.ours or calls.larger:
         return ""
     most = calls.left.most_common(_MOST_REASONS)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -39,12 +38,12 @@ from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward
-from onepass.swapping.kernels import Kernels
+from onepass.swapping.kernels import Kernels, free_memory
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.runs import Run, distances, run
 from onepass.swapping.undisturbed import State, uncompiled
 from onepass.swapping.verification import (
-    Calls,
+    CallCounts,
     Deviation,
     Verification,
     all_close,
@@ -105,7 +104,7 @@ class _Pair:
         with small_calls.all_gain():
             return self._judged(calls)[0] or found
 
-    def _judged(self, before: Calls | None = None) -> tuple[Verification | None, Calls]:
+    def _judged(self, before: CallCounts | None = None) -> tuple[Verification | None, CallCounts]:
         """The verdict in the model's own mode, or in eval mode if stock cannot have swapped's
         masks; None if only kernels ran that ran `before`."""
         if self.flags is not None:
@@ -119,7 +118,7 @@ class _Pair:
             self.flags = self.masks = None
         return self._judged_as_set(before)
 
-    def _judged_as_set(self, before: Calls | None) -> tuple[Verification | None, Calls]:
+    def _judged_as_set(self, before: CallCounts | None) -> tuple[Verification | None, CallCounts]:
         swapped, calls = self._recorded()
         if before is not None:
             calls = before.and_larger(calls)
@@ -142,10 +141,10 @@ class _Pair:
         )
         return found, calls
 
-    def _recorded(self) -> tuple[Run, Calls]:
+    def _recorded(self) -> tuple[Run, CallCounts]:
         with dispatch_log.record() as records:
             run = self._swapped()
-        return run, Calls.of(records)
+        return run, CallCounts.of(records)
 
     def _shares(self) -> dict[str, float]:
         """How close kernels come to their bounds; empty if foreign code does not run like that."""
@@ -379,10 +378,9 @@ def _room_for_double(model: nn.Module) -> bool:
         if tensor.device.type not in needed:
             return False
         needed[tensor.device.type] += 4 * 8 * tensor.numel()
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed["cpu"] > free:
-        return False
-    return not needed["cuda"] or needed["cuda"] < torch.cuda.mem_get_info()[0]
+    return all(
+        not count or count < free_memory(torch.device(device)) for device, count in needed.items()
+    )
 
 
 def _to_double(leaf):
@@ -397,17 +395,12 @@ def _moved(model, draw: int, as_cast: bool) -> dict[str, Tensor]:
     moved = {}
     for name, value in model.named_parameters():
         if value.is_floating_point():
-            sign = (
-                torch.randint(0, 2, value.shape, generator=random, device="cpu")
-                .mul_(2)
-                .sub_(1)
-                .to(value)
-            )
+            sign = 2 * torch.randint(0, 2, value.shape, generator=random, device="cpu") - 1
             eps = torch.finfo(value.dtype).eps
             device = value.device.type
             if as_cast and torch.is_autocast_enabled(device):
                 eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
-            near = value.detach() * (1 + eps * sign)
+            near = value.detach() * (1 + eps * sign.to(value))
             moved[name] = near.requires_grad_(value.requires_grad)
     return moved
 
