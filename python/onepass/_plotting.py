@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,9 @@ def broken(text: str, points: float, inches: float) -> list[str]:
             lines.append(line)
         line = word
         while width_of(line, points) > inches:
-            count = next(n for n in range(len(line), 0, -1) if width_of(line[:n], points) <= inches)
+            counts = range(1, len(line))  # at least one
+            fit = bisect.bisect_right(counts, inches, key=lambda n: width_of(line[:n], points))
+            count = max(fit, 1)
             lines.append(line[:count])
             line = line[count:]
     return [*lines, line]

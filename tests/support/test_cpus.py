@@ -25,7 +25,14 @@ def asked(name: str) -> list[str]:
     return found.stdout.split()
 
 
-@pytest.mark.parametrize("name", cpus.MACHINES)
+# Each takes two seconds, to import torch; the others have no variable that these lack.
+QUICK = ("avx2", "baseline", "intel-no-bfloat16-dots")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cpus.MACHINES],
+)
 def test_a_machine_looks_as_it_should(name):
     machine = cpus.MACHINES[name]
     if machine.level and machine.level not in _C.cpu_levels():
