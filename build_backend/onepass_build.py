@@ -1,4 +1,4 @@
-"""PEP 517 wrapper around scikit-build-core, for two things that it cannot be configured to do.
+"""PEP 517 wrapper around scikit-build-core, for what its oldest version cannot be configured to do.
 
 The build needs torch's headers. Listing torch under build-system.requires would download one into
 every isolated build, of whatever version is newest, even where the environment has its own. So it
@@ -8,6 +8,8 @@ the one that an isolated build brought through the hint below.
 An editable install rebuilds itself on import after an edit to C++ (`editable.rebuild`), but only
 where the tools for that outlive the build: where cmake came with an isolated build alone, every
 later import would fail.
+
+MAX_JOBS limits the compilers that run at once, as in torch's own builds.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ def get_requires_for_build_editable(config_settings=None):
     return [*_build.get_requires_for_build_editable(config_settings), *_torch_requirement()]
 
 
+def _prepare() -> None:
+    """Sets what CMake reads from the environment."""
+    _hint_torch()
+    if jobs := os.environ.get("MAX_JOBS"):
+        os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", jobs)
+
+
 def _hint_torch() -> None:
     """Tells CMake where the torch of this build environment is, if that is where it is."""
     if os.environ.get("ONEPASS_TORCH_INCLUDE"):
@@ -87,12 +96,12 @@ def _can_rebuild() -> bool:
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    _hint_torch()
+    _prepare()
     return _build.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    _hint_torch()
+    _prepare()
     rebuild = {"editable.rebuild": "true" if _can_rebuild() else "false"}
     return _build.build_editable(
         wheel_directory, rebuild | (config_settings or {}), metadata_directory

@@ -115,33 +115,69 @@ inline size_t l2_bytes() {
 }
 inline int64_t multiprocessors() { return attribute_of_device(cudaDevAttrMultiProcessorCount); }
 
-// Whether a kernel's code for the current device waits: code of sm_90 and newer, also where a newer
-// device compiles it from PTX. Edges of graphs have known such launches since CUDA 12.3.
-inline bool waits_for_kernel_before(const void* kernel) {
-  const char* const chosen = std::getenv("ONEPASS_CUDA_OVERLAP");
-  if (!chosen || chosen != std::string("always")) return false;
+// While one exists, this thread may load code and set attributes, also where it captures a graph.
+class OutsideCapture {
+ public:
+  OutsideCapture() { exchange(); }
+  ~OutsideCapture() { exchange(); }
+  OutsideCapture(const OutsideCapture&) = delete;
+
+ private:
+  void exchange() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// What is known of a kernel on a device.
+enum Preparation : unsigned {
+  kLoaded = 1,
+  kLarge = 2,  // it may use all shared memory
+  kEarly = 4,  // it may start before the kernel in front of it has ended
+};
+
+// Loads a kernel's code for the current device. The wait for the kernel before is in code of sm_90
+// and newer, also where a newer device compiles it from PTX; edges of graphs have known such
+// launches since CUDA 12.3.
+inline unsigned load(const void* kernel, bool is_following, cudaError_t before) {
   constexpr int kWithThem = 12030, kWithWait = 90;
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel", before);
+  const char* const chosen = std::getenv("ONEPASS_CUDA_OVERLAP");
+  if (!is_following || !chosen || chosen != std::string("always")) return kLoaded;
   int driver = 0;
   check(cudaDriverGetVersion(&driver), "asking for the driver's version");
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, kernel), "asking about a kernel");
-  return driver >= kWithThem && attributes.ptxVersion >= kWithWait;
+  return driver >= kWithThem && attributes.ptxVersion >= kWithWait ? kLoaded | kEarly : kLoaded;
 }
 
-// The same, asked once for each kernel and device.
+// The maximum: the limit belongs to the kernel, and another launch may need more. The driver would
+// choose a part of the L1 cache by one block; several are to run side by side.
+inline unsigned allow_large(const void* kernel, cudaError_t before) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(max_shared_bytes())),
+        "asking for shared memory", before);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        "asking for a part of the L1 cache", before);
+  return kLarge;
+}
+
+// Prepares a kernel for launches on the current device, once for each kernel and device: the first
+// launch may be inside a capture, where loading code is not allowed.
 template <auto kKernel>
-bool can_follow() {
-  enum class Known : signed char { kNotAsked, kNo, kYes };
+unsigned prepare(bool is_following, bool is_large, cudaError_t before) {
   constexpr int kDevices = 64;
-  static std::atomic<Known> known[kDevices];
+  static std::atomic<unsigned> known[kDevices];
+  const void* const kernel = reinterpret_cast<const void*>(kKernel);
   int device = 0;
   check(cudaGetDevice(&device), "asking for the device");
-  if (device >= kDevices) return false;
-  if (known[device] == Known::kNotAsked) {
-    const bool waits = waits_for_kernel_before(reinterpret_cast<const void*>(kKernel));
-    known[device] = waits ? Known::kYes : Known::kNo;
-  }
-  return known[device] == Known::kYes;
+  unsigned found = device < kDevices ? known[device].load() : 0;
+  const unsigned wanted = kLoaded | (is_large ? kLarge : 0u);
+  if ((found & wanted) == wanted) return found;
+  const OutsideCapture outside;
+  if (!(found & kLoaded)) found |= load(kernel, is_following, before);
+  if (is_large) found |= allow_large(kernel, before);
+  if (device < kDevices) known[device].fetch_or(found);
+  return found;
 }
 
 template <auto kKernel, bool kIsFollowing = false, class... Args>
@@ -153,12 +189,8 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
   }
   const cudaError_t before = cudaPeekAtLastError();  // of an earlier call, not ours
   constexpr size_t kWithoutAsking = 48 * 1024;
-  if (shape.shared_bytes > kWithoutAsking) {
-    // The maximum: the limit belongs to the kernel, and another thread may start it with more.
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(max_shared_bytes())),
-          "asking for shared memory", before);
-  }
+  const bool is_large = shape.shared_bytes > kWithoutAsking;
+  const unsigned known = prepare<kKernel>(kIsFollowing, is_large, before);
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(shape.blocks);
   config.blockDim = shape.threads;
@@ -171,12 +203,10 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
     config.numAttrs = 1;
-  } else if constexpr (kIsFollowing) {
-    if (can_follow<kKernel>()) {
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-      config.numAttrs = 1;
-    }
+  } else if (kIsFollowing && known & kEarly) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = 1;
   }
   check(cudaLaunchKernelEx(&config, kKernel, args...), "starting a kernel", before);
 }

@@ -9,6 +9,8 @@
 // weights and label smoothing, the weights as well. Done when the forward runs at the speed of a
 // read, the backward at that of a copy.
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
@@ -61,12 +63,14 @@ __device__ __forceinline__ void meet(int threads_per_row) {
 
 // A thread's place.
 struct Place {
+  int threads_per_row;
   int group;  // of the rows of a block
   int thread;
   int64_t row;
 
-  __device__ __forceinline__ explicit Place(int threads_per_row)
-      : group(static_cast<int>(threadIdx.x) / threads_per_row),
+  __device__ __forceinline__ explicit Place(int threads)
+      : threads_per_row(threads),
+        group(static_cast<int>(threadIdx.x) / threads_per_row),
         thread(static_cast<int>(threadIdx.x) % threads_per_row),
         row(static_cast<int64_t>(blockIdx.x) * (blockDim.x / threads_per_row) + group) {}
 };
@@ -96,31 +100,71 @@ class Packs {
   __device__ __forceinline__ Packs(const T* row, int64_t cols) : cols_(cols) {
     if constexpr (kAligned) {
       lacking_ = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+      end_ = (cols + lacking_) / kPack;
     }
   }
 
-  __device__ __forceinline__ bool reaches(int64_t pack) const { return first(pack) < cols_; }
-  __device__ __forceinline__ int64_t column(int64_t pack, int e) const { return first(pack) + e; }
-  __device__ __forceinline__ bool has(int64_t pack, int e) const { return cut(pack).has(pack, e); }
-  __device__ __forceinline__ Raw<T> load(const T* row, int64_t pack) const {
-    if (is_whole(pack)) return load_pack(row + first(pack), whole(), 0);
-    return load_pack(row, cut(pack), pack);
+  __device__ __forceinline__ int64_t column(int64_t pack, int e) const {
+    return pack * kPack - lacking_ + e;
   }
-  __device__ __forceinline__ void store(T* row, int64_t pack, const Raw<T>& raw) const {
-    if (is_whole(pack)) return store_pack(row + first(pack), whole(), 0, raw);
-    store_pack(row, cut(pack), pack, raw);
+  __device__ __forceinline__ bool has(int64_t pack, int e) const { return cut(pack).has(pack, e); }
+
+  // Calls take(pack, elements, whether all of them are in the row) with a thread's packs, in order.
+  // The next whole pack is loaded before the current one is used.
+  template <class Take>
+  __device__ __forceinline__ void for_each(const T* row, const Place& at, Take take) const {
+    for (int64_t pack = at.thread; column(pack, 0) < cols_; pack += at.threads_per_row) {
+      if (!is_whole(pack)) {
+        take(pack, load_pack(row, cut(pack), pack), std::false_type{});
+        continue;
+      }
+      if constexpr (kAligned) {
+        Raw<T> next = load_whole(row, pack);
+        for (;; pack += at.threads_per_row) {
+          const Raw<T> raw = next;
+          const bool is_last = pack + at.threads_per_row >= end_;
+          if (!is_last) next = load_whole(row, pack + at.threads_per_row);
+          take(pack, raw, std::true_type{});
+          if (is_last) break;
+        }
+      }
+    }
+  }
+
+  // Writes zeros to a row, which is not read.
+  __device__ __forceinline__ void clear(T* row, const Place& at) const {
+    for (int64_t pack = at.thread; column(pack, 0) < cols_; pack += at.threads_per_row) {
+      if (is_whole(pack)) {
+        store(row, pack, Raw<T>{}, std::true_type{});
+      } else {
+        store(row, pack, Raw<T>{}, std::false_type{});
+      }
+    }
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void store(T* row, int64_t pack, const Raw<T>& raw,
+                                        std::bool_constant<kWhole>) const {
+    if constexpr (kWhole) {
+      store_pack(row + column(pack, 0), whole(), 0, raw);
+    } else {
+      store_pack(row, cut(pack), pack, raw);
+    }
   }
 
  private:
   static __device__ __forceinline__ StridedColumns<true> whole() { return {1, 0, kPack}; }
-  __device__ __forceinline__ int64_t first(int64_t pack) const { return pack * kPack - lacking_; }
-  __device__ __forceinline__ CutColumns cut(int64_t pack) const { return {first(pack), cols_}; }
   __device__ __forceinline__ bool is_whole(int64_t pack) const {
-    return kAligned && first(pack) >= 0 && first(pack) + kPack <= cols_;
+    return kAligned && pack < end_ && column(pack, 0) >= 0;
+  }
+  __device__ __forceinline__ CutColumns cut(int64_t pack) const { return {column(pack, 0), cols_}; }
+  __device__ __forceinline__ Raw<T> load_whole(const T* row, int64_t pack) const {
+    return load_pack(row + column(pack, 0), whole(), 0);
   }
 
   int64_t cols_;
   int lacking_ = 0;
+  int64_t end_ = 0;  // of the packs that lack nothing
 };
 
 // A logit after softcap, and its derivative by the logit in memory.
@@ -153,34 +197,54 @@ __device__ __forceinline__ void merge(LossSums<A>& into, const LossSums<A>& othe
   into.maximum = larger;
 }
 
-template <class T>
+// Whether a call asks for nothing that costs every element: softcap, or the logits of all classes.
+__device__ __forceinline__ bool is_plain(const LossCall& args) {
+  return args.softcap == 0.0 && args.label_smoothing == 0.0;
+}
+
+template <bool kPlain, class T, bool kWhole>
 __device__ __forceinline__ void add_pack(const LossForward& args, const Packs<T, true>& packs,
                                          int64_t pack, const Raw<T>& raw,
+                                         std::bool_constant<kWhole>,
                                          LossSums<Accumulator<T>>& sums) {
   using A = Accumulator<T>;
-  const A* weight = static_cast<const A*>(args.weight);
   A x[kPack];
   A larger = sums.maximum;
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    x[e] = packs.has(pack, e) ? logit_of(element<T>(raw, e), static_cast<A>(args.softcap)).value
-                              : lowest<A>();
-    larger = x[e] > larger ? x[e] : larger;  // NaN is left to the exponentials
+    x[e] = element<T>(raw, e);
+    if constexpr (!kPlain) x[e] = logit_of(x[e], static_cast<A>(args.softcap)).value;
+    if constexpr (!kWhole) x[e] = packs.has(pack, e) ? x[e] : lowest<A>();
+    larger = std::fmax(larger, x[e]);  // NaN is left to the exponentials
   }
   sums.exponentials *= shrunk(sums.maximum, larger);
-  sums.logits = logits_below(sums, larger);
+  if constexpr (!kPlain) sums.logits = logits_below(sums, larger);
   sums.maximum = larger;
   // If all logits so far are -Inf, 0 is added.
   const A above = larger == lowest<A>() ? A(0) : larger;
   ONEPASS_UNROLL
+  for (int e = 0; e < kPack; ++e) sums.exponentials += exponential(x[e] - above);
+  if (kPlain || args.label_smoothing == 0.0) return;
+  const A* weight = static_cast<const A*>(args.weight);
+  ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
-    sums.exponentials += exponential(x[e] - above);
-    if (args.label_smoothing != 0.0 && packs.has(pack, e)) {
-      const A of_class = weight ? load_global(weight + packs.column(pack, e)) : A(1);
-      sums.logits += of_class * (x[e] - above);
-      sums.weights += of_class;
-    }
+    if (!kWhole && !packs.has(pack, e)) continue;
+    const A of_class = weight ? load_global(weight + packs.column(pack, e)) : A(1);
+    sums.logits += of_class * (x[e] - above);
+    sums.weights += of_class;
   }
+}
+
+template <bool kPlain, class T>
+__device__ __forceinline__ LossSums<Accumulator<T>> sums_of(const LossForward& args,
+                                                            const Place& at) {
+  LossSums<Accumulator<T>> sums{lowest<Accumulator<T>>(), 0, 0, 0};
+  const T* row = static_cast<const T*>(args.input) + at.row * args.input_stride;
+  const Packs<T, true> packs(row, args.cols);
+  packs.for_each(row, at, [&](int64_t pack, const Raw<T>& raw, auto whole) {
+    add_pack<kPlain>(args, packs, pack, raw, whole, sums);
+  });
+  return sums;
 }
 
 // For thread 0 of a row: writes the loss and the statistics of the row.
@@ -229,15 +293,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int64_t target = targets[at.group];
   LossSums<A> sums{lowest<A>(), 0, 0, 0};
   if (target != args.ignore_index) {
-    const T* row = static_cast<const T*>(args.input) + at.row * args.input_stride;
-    const Packs<T, true> packs(row, args.cols);
-    // The next pack is loaded before the current one is used.
-    Raw<T> next = packs.load(row, at.thread);
-    for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
-      const Raw<T> raw = next;
-      next = packs.load(row, pack + threads_per_row);
-      add_pack(args, packs, pack, raw, sums);
-    }
+    sums = is_plain(args) ? sums_of<true, T>(args, at) : sums_of<false, T>(args, at);
     ONEPASS_UNROLL
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
       merge(sums, {__shfl_xor_sync(kAllLanes, sums.maximum, lanes),
@@ -318,6 +374,42 @@ __device__ __forceinline__ RowHead<Accumulator<T>> head_of(const LossBackward& a
           loss_scales(args, gradient, factor, of_target)};
 }
 
+template <bool kPlain, class T, bool kAligned>
+__device__ __forceinline__ void write_gradients(const LossBackward& args, const Place& at,
+                                                const Packs<T, kAligned>& packs, const T* row,
+                                                T* drow, const RowHead<Accumulator<T>>& head) {
+  using A = Accumulator<T>;
+  const A* weight = static_cast<const A*>(args.weight);
+  packs.for_each(row, at, [&](int64_t pack, const Raw<T>& raw, auto whole) {
+    A gradient[kPack];
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      const A x = element<T>(raw, e);
+      if constexpr (kPlain) {
+        gradient[e] = head.scales.of_softmax * exponential(x - head.maximum);
+      } else {
+        const Logit<A> logit = logit_of(x, static_cast<A>(args.softcap));
+        A others = 0;
+        if (args.label_smoothing != 0.0 && (whole || packs.has(pack, e))) {
+          others =
+              head.scales.of_class * (weight ? load_global(weight + packs.column(pack, e)) : A(1));
+        }
+        const A of_softmax = head.scales.of_softmax * exponential(logit.value - head.maximum);
+        gradient[e] = (of_softmax - others) * logit.slope;
+      }
+    }
+    const int64_t apart = head.target - packs.column(pack, 0);
+    if (apart >= 0 && apart < kPack) {
+      const int target = static_cast<int>(apart);
+      ONEPASS_UNROLL
+      for (int e = 0; e < kPack; ++e) {
+        if (e == target) gradient[e] = head.scales.of_target;
+      }
+    }
+    packs.store(drow, pack, narrow<T>(gradient), whole);
+  });
+}
+
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     loss_backward_kernel(const LossBackward args, const int threads_per_row) {
@@ -333,31 +425,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   T* drow = static_cast<T*>(args.dinput) + at.row * args.dinput_stride;
   const Packs<T, kAligned> packs(row, args.cols);
   if (head.target < 0) {
-    for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
-      packs.store(drow, pack, Raw<T>{});
-    }
-    return;
-  }
-  const A* weight = static_cast<const A*>(args.weight);
-  const A softcap = static_cast<A>(args.softcap);
-  Raw<T> next = packs.load(row, at.thread);
-  for (int64_t pack = at.thread; packs.reaches(pack); pack += threads_per_row) {
-    const Raw<T> raw = next;
-    next = packs.load(row, pack + threads_per_row);
-    A gradient[kPack];
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) {
-      const int64_t column = packs.column(pack, e);
-      const Logit<A> logit = logit_of(element<T>(raw, e), softcap);
-      A others = 0;
-      if (args.label_smoothing != 0.0 && packs.has(pack, e)) {
-        others = head.scales.of_class * (weight ? load_global(weight + column) : A(1));
-      }
-      const A of_softmax = head.scales.of_softmax * exponential(logit.value - head.maximum);
-      gradient[e] =
-          column == head.target ? head.scales.of_target : (of_softmax - others) * logit.slope;
-    }
-    packs.store(drow, pack, narrow<T>(gradient));
+    packs.clear(drow, at);
+  } else if (is_plain(args)) {
+    write_gradients<true>(args, at, packs, row, drow, head);
+  } else {
+    write_gradients<false>(args, at, packs, row, drow, head);
   }
 }
 

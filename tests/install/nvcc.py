@@ -109,6 +109,51 @@ def loops(code: str) -> list[str]:
     ]
 
 
+_ACCESS = re.compile(
+    r"(@!?U?P\d+ )?(LDG|STG)\.E(\S*) .*?\[(R\d+|RZ)(?:\.64)?(?:\+UR\d+)?(?:\+(-?0x[0-9a-f]+))?\]"
+)
+_BYTES = {"64": 8, "128": 16, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+_LEAVES = re.compile(r"\b(BRA|BRX|BSYNC|BSSY|BAR|CALL|EXIT|JMP|RET|WARPSYNC)\b")
+
+
+def split_accesses(code: str) -> list[str]:
+    """Accesses of 16 neighbouring bytes by four or more instructions, as "STG 4 4 4 4".
+
+    They are those of one stretch of code without a branch, by one register and predicate.
+    """
+    found: list[str] = []
+    together: dict[tuple[str, ...], dict[int, int]] = {}
+
+    def end(keys) -> None:
+        for key in keys:
+            sizes, offset = together.pop(key), None
+            run: list[int] = []
+            for start in (*sorted(sizes), None):
+                if run and start != offset:
+                    if len(run) >= 4 and sum(run) >= 16:
+                        found.append(" ".join((key[0], *map(str, run))))
+                    run = []
+                if start is not None:
+                    run.append(sizes[start])
+                    offset = start + sizes[start]
+
+    for _, text in instructions(code):
+        access = _ACCESS.match(text)
+        if access:
+            predicate, kind, flags, register, offset = access.groups(default="")
+            size = next((_BYTES[flag] for flag in flags.split(".") if flag in _BYTES), 4)
+            if size < 16:
+                together.setdefault((kind, predicate, register), {})[int(offset or "0", 16)] = size
+        if _LEAVES.search(text):
+            end(list(together))
+        written = re.match(r"(?:@!?U?P\d+ )?(?!STG)[A-Z]\S* (?:U?P[T\d]+, )*R(\d+)\b", text)
+        if written:  # an address takes two registers
+            stale = {f"R{written[1]}", f"R{int(written[1]) - 1}"}
+            end([key for key in together if key[2] in stale])
+    end(list(together))
+    return found
+
+
 def products_on_the_way(code: str) -> list[int]:
     """For each matrix that movmatrix transposes: the number of products between the load of its
     elements and the movmatrix."""

@@ -63,6 +63,17 @@ MOST_OF_WHOLE_ROWS = {"64": 1900, "128": 1800}  # of the forward, with 192 and 2
 # Reads of fragments from shared memory, which bounds the backward, for these products.
 MOST_FRAGMENTS = {"64ELb0ELb0": 168, "128ELb0ELb0": 176, "128ELb0ELb1": 144, "256ELb0ELb0": 96}
 MOST_FRAGMENTS_OF_WHOLE_ROWS = {"64": 56, "128": 80}
+# Numbers of channels and classes, element by element, which begin at any address; and the table of
+# a step's tensors.
+ELEMENTWISE = {"STG": r"group_norm_pixel_sums"}
+ELEMENTWISE |= {"LDG": r"group_norm_pixel|loss_forward_kernel|optimizer_step_kernel"}
+# Instructions of the shortest loop over packs of 8 elements of 16 bits, an element: above 19.7 a
+# read at 3 TB/s would wait for them.
+PACK = 8
+MOST_PER_ELEMENT = {
+    r"loss_forward_kernelI\S*Float16": 14,
+    r"loss_backward_kernelI\S*Float16ELb1": 18,
+}
 # Kernels whose main loop multiplies on tensor cores what cp.async brings, and those in TF32.
 ON_TENSOR_CORES = r"attention_(forward|backward)_kernel|attention_decode_kernel.*TensorTile"
 ON_TF32 = r"attention_(forward|backward|dquery)_plain_kernel.*Tf32"
@@ -110,10 +121,15 @@ def _checked(binary: Path, arch: str) -> list[str]:
         if re.search(TWICE, kernel[1]):
             taken = -(-used["REG"] // 8) * 8 * threads[kernel]  # given out by eights
             assert 2 * taken <= REGISTERS, f"{kernel} does not fit a multiprocessor twice: {used}"
-    looked_at = "|".join((WITH_BIAS, TENSOR_CORES, AHEAD, *FOLLOWING, *LEADING))
-    is_looked_at = any(re.search(looked_at, name) for _, name in kernels)
-    for (of, name), code in nvcc.machine_code(binary).items() if is_looked_at else ():
+    for (of, name), code in nvcc.machine_code(binary).items():
         check_order(name, code, of or arch)
+        for split in nvcc.split_accesses(code):
+            allowed = ELEMENTWISE[split.partition(" ")[0]]
+            assert re.search(allowed, name), f"{name} has no 16-byte access, but {split}"
+        for kernel, most in MOST_PER_ELEMENT.items():
+            if re.search(kernel, name):
+                issued = min(loop.count("\n") + 1 for loop in nvcc.loops(code) if ".128" in loop)
+                assert issued <= most * PACK, f"{name}: {issued} instructions a pack"
         assert "CCTL.E.PF2" in code or not re.search(AHEAD, name), f"{name} asks for no row"
         if match := re.search(WITH_BIAS, name):
             bucket, products = int(match[2] or match[3]), nvcc.products_on_the_way(code)
@@ -190,6 +206,30 @@ def test_code_in_front_of_a_wait_is_found():
         check_order(name, code(right), "sm_80")
     with pytest.raises(AssertionError):
         check_order(LEADING[0], load, "sm_90")
+
+
+def test_split_accesses_are_found():
+    line = "        /*{:04x}*/                   {} ;  /* 0x0 */\n".format
+    store = "{}STG.E{} desc[UR4][R{}.64+{}], R7".format
+    split = [store("", "", 2, hex(4 * i)) for i in (0, 1, 3, 2)]
+    wide = [store("", ".64", 2, hex(8 * i)) for i in range(4)]
+    code = lambda texts: "".join(line(16 * i, text) for i, text in enumerate(texts))  # noqa: E731
+    assert nvcc.split_accesses(code(split)) == ["STG 4 4 4 4"]
+    assert nvcc.split_accesses(code([*wide, "BRA 0x10", *split])) == ["STG 8 8 8 8", "STG 4 4 4 4"]
+    load = [
+        text.replace("STG", "LDG").replace("desc", "R9, desc").replace(", R7", "") for text in split
+    ]
+    assert nvcc.split_accesses(code(load)) == ["LDG 4 4 4 4"]
+    for whole in (
+        [store("", ".128", 2, "0x0"), store("", ".128", 2, "0x10")],
+        split[:3],
+        [*split[:2], "BRA 0x10", *split[2:]],
+        [*split[:2], "IADD3 R2, P0, R4, 0x1, RZ", *split[2:]],
+        [store(f"@P{i} ", "", 2, hex(4 * i)) for i in range(4)],
+        [store("", "", 2 * i, hex(4 * i)) for i in range(4)],
+        [store("", "", 2, hex(16 * i)) for i in range(4)],
+    ):
+        assert not nvcc.split_accesses(code(whole)), whole
 
 
 def test_a_kernel_is_one_of_an_architecture():

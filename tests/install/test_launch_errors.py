@@ -1,6 +1,7 @@
 """A failed launch says whether the error may come from an earlier call, and clears it.
 
-And which kernels may start before the one before them has ended.
+And which kernels may start before the one before them has ended, and what a kernel's first launch
+asks for.
 """
 
 from __future__ import annotations
@@ -54,9 +55,16 @@ def test_an_error_of_somebody_else_stays_theirs():
 def test_a_kernel_starts_early_where_it_waits(monkeypatch, driver, code, chosen, expected):
     """Asked once; a kernel that does not follow another starts in turn."""
     monkeypatch.setenv("ONEPASS_CUDA_OVERLAP", chosen)
-    asked = 1 if chosen == "always" else 0
-    said = f"{expected}\n{expected}\nin turn\nasked: {asked}\n"
+    said = f"{expected}\n{expected}\nin turn\nasked: 1\n"
     assert _said(driver, code, "following") == said
+
+
+@pytest.mark.parametrize(
+    "shared, asked", [(48 << 10, ""), (48 << 10 | 1, "shared memory 232448\ncarveout 100\n")]
+)
+def test_a_first_launch_inside_a_capture(shared, asked):
+    """Code is loaded, and shared memory asked for, once and where the capture allows it."""
+    assert _said(shared) == f"{asked}loaded: 1, mode: as before\n"
 
 
 def _said(*given: int | str) -> str:
