@@ -63,13 +63,15 @@ MOST_OF_WHOLE_ROWS = {"64": 1900, "128": 1800}  # of the forward, with 192 and 2
 # Reads of fragments from shared memory, which bounds the backward, for these products.
 MOST_FRAGMENTS = {"64ELb0ELb0": 168, "128ELb0ELb0": 176, "128ELb0ELb1": 144, "256ELb0ELb0": 96}
 MOST_FRAGMENTS_OF_WHOLE_ROWS = {"64": 56, "128": 80}
-# Numbers of channels and classes, element by element, which begin at any address; and the table of
-# a step's tensors.
+# Numbers of channels and classes, pairs of a bias, rows of float64 by element: they begin at any
+# address. A step's table of tensors.
 ELEMENTWISE = {"STG": r"group_norm_pixel_sums"}
 ELEMENTWISE |= {"LDG": r"group_norm_pixel|loss_forward_kernel|optimizer_step_kernel"}
+ELEMENTWISE["LDG"] += r"|attention_backward_kernel\S*Li\d+ELb1E|attention_dbias_kernel"
+ELEMENTWISE["LDG"] += r"|attention_delta_kernel\S*4SameIdE"
 # Instructions of the shortest loop over packs of 8 elements of 16 bits, an element: above 19.7 a
 # read at 3 TB/s would wait for them.
-PACK = 8
+PACK, WIDE_LOAD = 8, "LDG.E.128"
 MOST_PER_ELEMENT = {
     r"loss_forward_kernelI\S*Float16": 14,
     r"loss_backward_kernelI\S*Float16ELb1": 18,
@@ -128,7 +130,7 @@ def _checked(binary: Path, arch: str) -> list[str]:
             assert re.search(allowed, name), f"{name} has no 16-byte access, but {split}"
         for kernel, most in MOST_PER_ELEMENT.items():
             if re.search(kernel, name):
-                issued = min(loop.count("\n") + 1 for loop in nvcc.loops(code) if ".128" in loop)
+                issued = min(loop.count("\n") + 1 for loop in nvcc.loops(code) if WIDE_LOAD in loop)
                 assert issued <= most * PACK, f"{name}: {issued} instructions a pack"
         assert "CCTL.E.PF2" in code or not re.search(AHEAD, name), f"{name} asks for no row"
         if match := re.search(WITH_BIAS, name):
