@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import products
-from tests.swap.test_linear import SLOW, model, swap
+from tests.swap.linear_calls import swap
+from tests.swap.test_linear import model
 
-
-@pytest.fixture(autouse=True)
-def slow_products(monkeypatch):
-    monkeypatch.setattr(products, "facts", lambda: SLOW)
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 def quantized(stock: nn.Module) -> nn.Module:

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import onepass
 from onepass._ops import dispatch_log, products, small_calls
 from onepass.swapping.reasons import Reason
-from tests.swap.test_linear import FAST, SLOW, set_facts, slow_products, swap  # noqa: F401
+from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
+
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 @pytest.mark.parametrize(
