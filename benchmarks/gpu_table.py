@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-GOALS = json.loads((Path(__file__).parent / "goals.json").read_text(encoding="utf-8"))["cuda"]
+FOLDER = Path(__file__).parent
+GOALS = json.loads((FOLDER / "goals.json").read_text(encoding="utf-8"))["cuda"]
+PREDICTIONS = json.loads((FOLDER / "predictions.json").read_text(encoding="utf-8"))
 PHASES = ("forward", "backward", "forward+backward")
 
 
@@ -19,6 +21,7 @@ def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Ma
     lines = [f"## {machine['gpu']}", "", f"`make gpu-report`, {report['date']}: {', '.join(facts)}"]
     for result in measured:
         lines += ["", *_figures(result)]
+    lines += _predicted(str(machine.get("capability")), [r for m in measured for r in m["rows"]])
     if compared:
         lines += ["", "| Model (`onepass compare --device cuda`) | times faster | training |"]
         lines += ["| --- | --- | --- |", *map(_model_row, compared)]
@@ -52,6 +55,27 @@ def _figures(result: Mapping) -> list[str]:
     for word in ("failed", "left_out"):
         if result[word]:
             lines += ["", f"{word.replace('_', ' ')}: {', '.join(result[word])}"]
+    return lines
+
+
+def _predicted(capability: str, rows: Sequence[Mapping]) -> list[str]:
+    """A table of what was predicted beside what was measured, the farthest below first."""
+    found = []
+    for row in rows:
+        of = _first(PREDICTIONS.get(capability, {}), row["name"])
+        for what, (low, high) in of.items():
+            value = _share(row) if what == "share" else row.get("gflops", 0.0) / 1e3
+            if value:
+                found.append((value / low, row["name"], what, low, high, value))
+    if not found:
+        return []
+    lines = ["", "| Predicted before a device was seen | predicted | measured | of the lower end |"]
+    lines.append("| --- | --- | --- | --- |")
+    for ratio, name, what, low, high, value in sorted(found):
+        text = (lambda x: f"{x:.0%}".replace("%", " %")) if what == "share" else "{:.0f}".format
+        span = text(low) if low == high else f"{text(low)} to {text(high)}"
+        unit = "" if what == "share" else " TFLOP/s"
+        lines.append(f"| {name} | {span}{unit} | {text(value)}{unit} | {ratio:.2f} |")
     return lines
 
 
@@ -163,9 +187,13 @@ def _ratio(interval: Mapping | None) -> str:
     return "-" if interval is None else f"{interval['median']:.2f}"
 
 
+def _first(table: Mapping[str, Mapping], name: str) -> Mapping:
+    """The entry whose pattern is the first to match a name; empty if none does."""
+    return next((of for pattern, of in table.items() if fnmatch.fnmatchcase(name, pattern)), {})
+
+
 def _goal(row: Mapping) -> Mapping:
-    """The goal whose pattern is the first to match the row's name; empty if none does."""
-    return next((goal for p, goal in GOALS.items() if fnmatch.fnmatchcase(row["name"], p)), {})
+    return _first(GOALS, row["name"])
 
 
 def _reached(row: Mapping) -> bool:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
+import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.bench.test_gpu_report import FACTS, gpu_report
+
+ROOT = Path(__file__).parents[2]
 
 
 def row(name: str, eager: float, compiled: float | None, share: float | None) -> dict:
@@ -134,7 +140,31 @@ def test_table_of_attention():
     )
     assert "| adamw float32 300x768 | 9.0 | - | - | 3.00 | - |" in lines
     tables = [line.count("|") for line in lines if line.startswith("|")]
-    assert tables == [5] * 4 + [7] * 3 + [6] * 4 + [7] * 3 + [5] * 4
+    assert tables == [5] * 4 + [7] * 3 + [6] * 4 + [7] * 3 + [5] * 5 + [5] * 4
+
+
+def test_predictions():
+    """What falls short most is first; another device has none."""
+    lines = gpu_report.markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| Predicted before a"))
+    case = "attention/full/bfloat16/4x16x4096x128"
+    assert lines[first + 2 : first + 5] == [
+        f"| {case}/forward | 310 to 350 TFLOP/s | 350 TFLOP/s | 1.13 |",
+        f"| {case}/backward | 250 to 300 TFLOP/s | 301 TFLOP/s | 1.20 |",
+        "| decode/grouped/bfloat16/1x32on8x1x32768x128 | 60 % to 70 % | 81 % | 1.35 |",
+    ]
+    other = REPORT | {"machine": FACTS | {"capability": 80}}
+    assert "Predicted" not in gpu_report.markdown(other, [BENCH, ATTENTION], [])
+
+
+def test_every_prediction_is_of_a_case():
+    """By the names of bench's cases on a CUDA device."""
+    predictions = json.loads((ROOT / "benchmarks" / "predictions.json").read_text())["90"]
+    for family in {pattern.partition("/")[0] for pattern in predictions}:
+        module = importlib.import_module(f"onepass.bench.families.{family}")
+        names = [case.name for case in module.cases(False, "cuda")]
+        for pattern in predictions:
+            assert pattern.partition("/")[0] != family or fnmatch.filter(names, pattern), pattern
 
 
 def test_table_without_any_figures():
