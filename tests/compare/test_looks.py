@@ -88,6 +88,11 @@ def test_a_narrow_terminal_gets_paragraphs_with_the_names_of_columns():
     assert "dropout 0.1" in narrower and "dropout 0" in narrower  # the rows of the sameness
 
 
+def test_what_was_trained_is_said():
+    assert "trained: the model's loss" in printed(120)
+    assert result_of("my_run:make").to_dict()["objective"] == "the model's loss"
+
+
 def test_one_layer_is_no_layers():
     assert str(Sizes(layers=1, heads=1, width=16)).startswith("1 layer, 1 head, width 16, ")
     assert str(Sizes(layers=2, heads=4, width=16)).startswith("2 layers, 4 heads, width 16, ")

@@ -24,7 +24,7 @@ from onepass.compare.model import GPT, cast
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products
-from onepass.compare.user_model import loss_of, tokens_in
+from onepass.compare.user_model import objective_of, tokens_in
 from onepass.compare.workload import GptWorkload
 from onepass.swapping.reasons import Reason
 from tests.compare.cases import TINY, FakeClock, settings_of, tokens
@@ -144,13 +144,20 @@ def test_reordered_features_change_nothing_but_rounding(rmsnorm):
 
 
 def test_loss_of_an_output():
-    scalar = torch.tensor(2.0)
-    assert loss_of(scalar) is scalar
-    assert loss_of(SimpleNamespace(loss=scalar)) is scalar
-    assert loss_of((torch.tensor([1, 2]), torch.tensor([3.0, 4.0]))).item() == 12.5
-    assert loss_of({"logits": torch.tensor([3.0, 4.0])}).item() == 12.5
+    scalar, values = torch.tensor(2.0), torch.tensor([3.0, 4.0])
+    logits, loss = values.clone().requires_grad_(), scalar.clone().requires_grad_()
+    for output in (
+        loss, (logits, loss), (logits, scalar, loss), [logits, {"all": loss}],
+        {"logits": logits, "loss": loss}, SimpleNamespace(loss=loss),
+    ):  # fmt: skip
+        assert objective_of(output) == (loss, "the model's loss")
+    assert objective_of(SimpleNamespace(loss=values)).loss == 3.5  # of DataParallel, one per copy
+    for output in ((torch.tensor([1, 2]), values), {"logits": values}, (logits, scalar)):
+        found = objective_of(output)
+        assert found.loss.item() == 12.5
+        assert found.name == "mean square of the output: it has no loss"
     with pytest.raises(BadInput, match="must return a floating-point tensor"):
-        loss_of("nothing")
+        objective_of("nothing")
 
 
 def test_items_of_a_batch():

@@ -25,6 +25,7 @@ from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products, products_of
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
+from onepass.compare.user_model import OWN_LOSS
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED, names, trainer_of
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.sample import Decision
@@ -75,6 +76,7 @@ class Speed:
     products: Products
     swap_report: dict  # Report.to_dict()
     decision: Decision | None = None  # of --auto
+    objective: str = OWN_LOSS
 
     def milliseconds(self, name: str) -> tuple[float, float, float]:
         """Median, 10th and 90th percentile of a variant's step."""
@@ -117,6 +119,7 @@ def compare_speed(workload, settings: Settings, advance: Callable[[], None]) -> 
             steps, settings.pairs, seconds, MAX_ROUNDS, advance, lambda _, number: batches[number]
         )
     parts = _parts(trainers, workload, timing)
+    objective = trainers[STOCK].objective
     del trainers, steps, made
     peaks = memory.peaks_of_steps(list(timing.times), workload.dropout, settings)
     advance()
@@ -126,7 +129,7 @@ def compare_speed(workload, settings: Settings, advance: Callable[[], None]) -> 
     }
     return Speed(
         workload.dropout, workload.items_per_batch, timing, variants, products, report.to_dict(),
-        settings.decision,
+        settings.decision, objective,
     )  # fmt: skip
 
 

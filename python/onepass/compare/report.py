@@ -86,6 +86,7 @@ class Result:
             "settings": self.settings.to_dict(),
             "data": self.data,
             "parameters": self.parameters,
+            "objective": self.speeds[0].objective,
             "speed": [_speed_dict(speed) for speed in self.speeds],
             "first_step": {name: step.to_dict() for name, step in self.first_steps.items()},
             "sameness": [phase.to_dict() for phase in self.sameness],
@@ -479,6 +480,7 @@ def footer(result: Result) -> list[str]:
     sameness = "" if settings.model else f"; sameness with {settings.sameness}"
     lines += [
         subject(settings, result.parameters, sameness, result.data),
+        f"trained: {result.speeds[0].objective}",
         f"same: the gap is at most {BAND_FACTOR:g} x the largest difference between "
         f"{len(result.sameness[0].stock)} stock runs",
         " | ".join(f"{name} {value}" for name, value in machine.items()),

@@ -21,7 +21,7 @@ from onepass.compare.user_model import (
     check_dense_gradients,
     check_loss,
     check_trainable,
-    loss_of,
+    objective_of,
     telling_errors,
 )
 
@@ -48,7 +48,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Trainer:
-    """A model with its optimizer."""
+    """A model with its optimizer; `objective` says what its last loss was."""
 
     def __init__(
         self,
@@ -65,11 +65,13 @@ class Trainer:
         self.forward: Callable = torch.compile(model) if compiled else model
         self.optimizer = make_optimizer(trained_parameters(model))
         self._has_trained = False
+        self.objective = ""
 
     def loss(self, batch) -> Tensor:
         """Scalar loss of a batch, under autocast when the dtype asks for it."""
         with self._autocast(), telling_errors(self.model, batch):
-            return loss_of(call(self.forward, batch))
+            loss, self.objective = objective_of(call(self.forward, batch))
+        return loss
 
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients; the first time it checks that they can be trained with."""

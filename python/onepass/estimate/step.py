@@ -24,7 +24,7 @@ import onepass
 from onepass._batch import call
 from onepass._ops import loss as loss_ops
 from onepass.compare.errors import BadInput, BadModel
-from onepass.compare.user_model import check_loss, loss_of, place_of, telling_errors, told_as
+from onepass.compare.user_model import check_loss, objective_of, place_of, telling_errors, told_as
 from onepass.estimate import optimizers
 from onepass.estimate.fakes import tensors_of, without_logs
 from onepass.estimate.result import Estimate
@@ -211,7 +211,7 @@ def _run(subject, model, batch, options, makes, swapped, trace) -> Step:
 
 def _loss(model: nn.Module, batch, autocast: bool) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = loss_of(call(model, batch))
+        loss = objective_of(call(model, batch)).loss
     check_loss(loss)
     return loss
 

@@ -11,7 +11,7 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
 
 - ``schema_version`` 1; ``command``: to repeat the run; ``seconds``: how long it took
 - ``machine``: facts of the machine and the software, text per key; ``data``: what was trained on;
-  ``parameters``: of the model
+  ``parameters``: of the model; ``objective``: as of `onepass.compare`, null with ``--generate``
 - ``settings``: the flags as they were used; ``speed`` in it are the GPT's sizes
 - ``profiles``: per dropout probability (null for ``--model``) ``{dropout, items_per_batch,
   variants, absent, advice}``

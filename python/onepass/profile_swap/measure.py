@@ -73,6 +73,7 @@ class Profile:
     advice: Advice
     phases: dict[str, Timing] = field(default_factory=dict)  # into which `timing` can be divided
     limited: bool = False  # by --kinds: a swap of all kinds was not measured
+    objective: str | None = None  # that was trained; None: nothing was
 
     def times_stock(self, name: str) -> Interval:
         return self.timing.ratio(name, STOCK)
@@ -148,6 +149,10 @@ class Turns:
         self.reports: dict[str, onepass.Report] = {}
         self._end: Callable[[], None] | None = None
 
+    @property
+    def objective(self) -> str:
+        return self.trainer.objective
+
     def __enter__(self) -> Turns:
         return self
 
@@ -197,7 +202,7 @@ class Turns:
 class Calls(contextlib.AbstractContextManager):
     """The same for calls of inference; the variants are copies that share the model's tensors."""
 
-    dropout = None
+    dropout = objective = None
 
     def __init__(self, settings: Settings):
         self._inference = Inference(settings)
@@ -263,7 +268,7 @@ def profile(turns: Turns | Calls, settings: Settings, advance: Callable[[], None
     }
     return Profile(
         turns.dropout, turns.items_per_batch, timing, variants, absent, advice, phases,
-        bool(settings.kinds),
+        bool(settings.kinds), turns.objective,
     )  # fmt: skip
 
 

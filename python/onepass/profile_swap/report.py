@@ -37,6 +37,10 @@ class Result:
     profiles: list[Profile]
     seconds: float
 
+    @property
+    def objective(self) -> str | None:
+        return self.profiles[0].objective
+
     def to_dict(self) -> dict:
         """The JSON of `onepass.profile_swap`, whose docstring is its schema."""
         settings = self.settings.to_dict()
@@ -47,6 +51,7 @@ class Result:
             "settings": {name: settings[name] for name in settings if name not in OTHERS},
             "data": self.data,
             "parameters": self.parameters,
+            "objective": self.objective,
             "profiles": [_profile_dict(profile) for profile in self.profiles],
             "seconds": self.seconds,
         }
@@ -220,6 +225,7 @@ def footer(result: Result) -> list[str]:
     return [
         *lines,
         subject(settings, result.parameters, "", result.data),
+        *([f"trained: {result.objective}"] if result.objective else []),
         "peak: in a process of its own; gains alone need not add up to that of all",
         " | ".join(f"{name} {value}" for name, value in result.machine.items()),
         f"{settings.command}   ({result.seconds:.0f} s)",
