@@ -16,7 +16,7 @@ from onepass.compare.measure import FirstStep, Speed
 from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
-from onepass.compare.variants import baseline_of
+from onepass.compare.variants import MEDIUM, MEDIUM_MEANS, baseline_of
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import grouped
 from onepass.swapping.sample import Decision
@@ -273,6 +273,9 @@ def print_result(result: Result, console: Console) -> None:
     glibc's heap do not count: :mod:`onepass.compare.memory`).
     """
     print_table(console, _speed_table(result), names=2)
+    if any(MEDIUM in speed.variants for speed in result.speeds):
+        console.print(f"{MEDIUM}: {MEDIUM_MEANS}.", highlight=False, markup=False)
+        console.print()
     for speed in result.speeds:
         print_table(console, _parts_table(speed))
         if text := linear_text(speed):
