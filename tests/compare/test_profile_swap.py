@@ -310,7 +310,9 @@ def test_json_schema(outcome):
     ]  # fmt: skip
     assert [profile["dropout"] for profile in found["profiles"]] == [0.1, 0.0]
     for profile in found["profiles"]:
-        assert list(profile) == ["dropout", "items_per_batch", "variants", "absent", "advice"]
+        assert list(profile) == [
+            "dropout", "items_per_batch", "variants", "absent", "note", "advice",
+        ]  # fmt: skip
         names = list(profile["variants"])
         assert names[:2] == [STOCK, SWAPPED]
         kinds = [name.removeprefix("swapped: ") for name in names[2:]]

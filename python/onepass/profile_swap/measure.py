@@ -74,6 +74,7 @@ class Profile:
     phases: dict[str, Timing] = field(default_factory=dict)  # into which `timing` can be divided
     limited: bool = False  # by --kinds: a swap of all kinds was not measured
     objective: str | None = None  # that was trained; None: nothing was
+    note: str = ""  # why `generate` was not called
 
     def times_stock(self, name: str) -> Interval:
         return self.timing.ratio(name, STOCK)
@@ -139,7 +140,7 @@ class Turns:
         idle: kinds that need not be measured.
     """
 
-    idle = ()
+    idle, note = (), ""
 
     def __init__(self, workload, settings: Settings):
         self._settings, self._workload = settings, workload
@@ -209,6 +210,7 @@ class Calls(contextlib.AbstractContextManager):
         self._calls: dict[str, Call] = {}
         self.reports: dict[str, onepass.Report] = {}
         self.model, self.items_per_batch = self._inference.model, self._inference.tokens
+        self.note = self._inference.note
         self.idle = ("dropout", *["loss"] * self._inference.generates)
 
     def __exit__(self, *_) -> None:
@@ -268,7 +270,7 @@ def profile(turns: Turns | Calls, settings: Settings, advance: Callable[[], None
     }
     return Profile(
         turns.dropout, turns.items_per_batch, timing, variants, absent, advice, phases,
-        bool(settings.kinds), turns.objective,
+        bool(settings.kinds), turns.objective, turns.note,
     )  # fmt: skip
 
 

@@ -86,6 +86,7 @@ def _profile_dict(profile: Profile) -> dict:
         "items_per_batch": profile.items_per_batch,
         "variants": variants,
         "absent": profile.absent,
+        "note": profile.note,
         "advice": {
             "leave_out": list(advice.leave_out),
             "keep": list(advice.keep),
@@ -165,6 +166,8 @@ def print_result(result: Result, console: Console) -> None:
         console.print(sentence(profile), style="bold", highlight=False, markup=False)
         if text := call(profile):
             console.print(f"  {text}", highlight=False, markup=False)
+        if profile.note:
+            console.print(f"{profile.note}.", highlight=False, markup=False)
         console.print()
     for line in footer(result):
         console.print(line, style="dim", highlight=False, markup=False)
