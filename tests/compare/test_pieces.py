@@ -1,5 +1,6 @@
 """The pieces of `onepass compare`: text, model, attribution, memory, statistics, sentences."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -247,6 +248,33 @@ def test_worst_gradient_names_the_parameter():
     gradients["a"][0] = torch.nan
     assert measure.worst_gradient(gradients, reference)[0] == "a"
     assert measure.worst_gradient({"a": reference["a"]}, reference) == ("b", float("inf"))
+
+
+class Cancelling(nn.Module):
+    """The bias of a key, which softmax cancels: its gradient is zero but for rounding."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).mT
+        return self.drop(torch.softmax(scores, -1) @ self.value(x)).square().sum()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(dtype, p):
+    settings = settings_of("--dtype", dtype)
+    torch.manual_seed(0)
+    model = Cancelling(p)
+    made = {"stock": train.Trainer(model, settings)}
+    made["swapped"] = train.Trainer(copy.deepcopy(model), settings)
+    with torch.no_grad():
+        made["swapped"].model.query.weight.mul_(1 + 1e-3)
+    found = measure._first_steps(made, torch.randn(4, 64, 32), bool(p))["swapped"]
+    assert found.gradient_error < 0.1 and found.gradient_name != "key.bias"
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, torch.nan, torch.inf])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -61,11 +61,21 @@ class Trainer:
         """A step runs inside `around()`."""
         self.model, self.around = model.train(), around
         self.device, self._autocast = settings.device, settings.autocast
+        self.casts = settings.dtype == torch.bfloat16
         check_trainable(model)
         self.forward: Callable = torch.compile(model) if compiled else model
         self.optimizer = make_optimizer(trained_parameters(model))
         self._has_trained = False
         self.objective = ""
+
+    @contextlib.contextmanager
+    def uncast(self) -> Iterator[None]:
+        """Inside, there is no autocast."""
+        autocast, self._autocast = self._autocast, contextlib.nullcontext
+        try:
+            yield
+        finally:
+            self._autocast = autocast
 
     def loss(self, batch) -> Tensor:
         """Scalar loss of a batch, under autocast when the dtype asks for it."""
