@@ -64,6 +64,14 @@ def described(model: nn.Module, batch: object) -> str:
     return f"forward takes ({names}), the batch is {found}"
 
 
+def takes(model: nn.Module, args: tuple, kwargs: dict) -> bool:
+    """Whether forward can be called so, as far as its signature tells."""
+    try:
+        return binds(inspect.signature(model.forward), args, kwargs)
+    except (TypeError, ValueError):
+        return True
+
+
 def binds(signature: inspect.Signature, args: tuple, kwargs: dict) -> bool:
     """Whether a function can be called so."""
     try:
