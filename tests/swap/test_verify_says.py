@@ -126,7 +126,9 @@ def test_without_a_kernel_there_is_nothing_to_verify():
         report = onepass.swap(model, kinds=("norm",))
         result = report.verify(X)
         assert result.ok is None and result.reason == "no kernel of onepass ran"
-        assert str(result).startswith("nothing to verify: no kernel of onepass ran; a random projection ")
+        assert str(result).startswith(
+            "nothing to verify: no kernel of onepass ran; a random projection "
+        )
         assert json.loads(json.dumps(result.to_dict()))["ok"] is None
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -31,7 +30,7 @@ from onepass.bench.machine import machine_facts
 from onepass.compare import memory
 from onepass.compare.inference import ATTACHED, PREFILL, SECONDS, Call, Inference
 from onepass.compare.progress import Phase, Progress
-from onepass.compare.report import auto_dict, auto_lines, mebibytes
+from onepass.compare.report import auto_dict, auto_lines, mebibytes, table_of
 from onepass.compare.settings import Settings
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED
 from onepass.swapping import sample
@@ -78,17 +77,11 @@ class Generation:
         }
 
     def show(self, console: Console) -> None:
-        table = Table(title=f"Inference of {self.settings.model}")
-        for column in ("phase", "variant"):
-            table.add_column(column)
-        for column in (
-            r"median ms \[p10-p90]",
-            "tokens/s",
-            r"times as fast \[95 %]",
-            self._sameness(),
-            "peak MiB",
-        ):
-            table.add_column(column, justify="right")
+        table = table_of(
+            f"Inference of {self.settings.model}",
+            "phase", "variant", "median ms [p10-p90]", "tokens/s", "times stock [95 %]",
+            self._sameness(), "peak MiB",
+        )  # fmt: skip
         for phase, (timing, tokens) in self.phases.items():
             for name in timing.times:
                 median, low, high = (1e3 * timing.percentile(name, p) for p in (50, 10, 90))

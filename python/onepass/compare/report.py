@@ -308,7 +308,8 @@ def print_result(result: Result, console: Console) -> None:
         console.print(line, style="dim", highlight=False, markup=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table; columns after the second hold numbers."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         pad_edge=False, collapse_padding=True,
@@ -320,7 +321,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _speed_table(result: Result) -> Table:
     unit = "items/s" if result.settings.model else "tokens/s"
-    table = _table(
+    table = table_of(
         "Speed: one training step",
         "dropout", "variant", "median ms [p10-p90]", "times stock [95 %]", unit,
         "saved MiB", "peak MiB",
@@ -345,7 +346,7 @@ def _speed_table(result: Result) -> Table:
 
 def _parts_table(speed: Speed) -> Table:
     tail = "" if speed.dropout is None else f" with dropout {speed.dropout:g}"
-    table = _table(
+    table = table_of(
         f"Where a step goes{tail}, in ms", "part",
         "stock", "forward", "backward", "swapped", "forward", "backward", "saved",
     )  # fmt: skip
@@ -396,7 +397,7 @@ def number(ms: float) -> str:
 
 
 def _sameness_table(result: Result) -> Table:
-    table = _table(
+    table = table_of(
         "Sameness: gap between loss curves",
         "dropout", "stock runs\ndiffer by", "steps", "swapped - stock", "stock-versus-stock", "",
     )  # fmt: skip
@@ -415,7 +416,7 @@ def _sameness_table(result: Result) -> Table:
 def _optimizer_table(result: Result) -> Table:
     """Bytes (B) are per parameter: of the state, and with the parameter itself and its gradient."""
     compared = result.optimizers
-    table = _table(
+    table = table_of(
         f"Optimizers: AdamW's step on {compared.parameters:,} parameters, apart from the rest",
         "optimizer", "median ms [p10-p90]", "times fused [95 %]", "of a step",
         "state B", "all B",
@@ -439,7 +440,7 @@ def _optimizer_table(result: Result) -> Table:
 def _training_table(result: Result) -> Table:
     compared = result.optimizers
     tail = "" if compared.dropout is None else f", dropout {compared.dropout:g}"
-    table = _table(
+    table = table_of(
         f"Sameness: stock trained by {BASELINE.name} and by others{tail}",
         "optimizer", "steps", "last loss", "gap to fused", "stock-versus-stock", "",
     )  # fmt: skip
