@@ -40,7 +40,7 @@ def _takes_it_whole(
     except (TypeError, ValueError):  # of a compiled or scripted function
         return False
     given, one = (None,) * (is_method + count), (None,) * (is_method + 1)
-    return not _binds(signature, given, dict.fromkeys(names)) and _binds(signature, one, {})
+    return not binds(signature, given, dict.fromkeys(names)) and binds(signature, one, {})
 
 
 def call(model: nn.Module, batch: object) -> object:
@@ -64,7 +64,16 @@ def described(model: nn.Module, batch: object) -> str:
     return f"forward takes ({names}), the batch is {found}"
 
 
-def _binds(signature: inspect.Signature, args: tuple, kwargs: dict) -> bool:
+def takes(model: nn.Module, args: tuple, kwargs: dict) -> bool:
+    """Whether forward can be called so, as far as its signature tells."""
+    try:
+        return binds(inspect.signature(model.forward), args, kwargs)
+    except (TypeError, ValueError):
+        return True
+
+
+def binds(signature: inspect.Signature, args: tuple, kwargs: dict) -> bool:
+    """Whether a function can be called so."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:

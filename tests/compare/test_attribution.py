@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import onepass
+from onepass._ops import small_calls
 from onepass.compare import attribution, train
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
 from onepass.compare.errors import BadInput
 from onepass.compare.model import GPT, Sizes
-from tests.compare.cases import TINY, FakeClock, tokens
+from onepass.swapping import by_hand_call
+from tests.compare.cases import TINY, FakeClock, settings_of, tokens
 from tests.compare.test_pieces import one_thread  # noqa: F401
+from tests.swap import attention_by_hand
 
 
 class Slow(torch.autograd.Function):
@@ -58,7 +62,7 @@ IN_A_GPT = (*PARTS[:6], "embedding", attribution.OTHER)
 
 
 def watch(model, *batch, device="cpu"):
-    settings = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    settings = dataclasses.replace(settings_of(), device=torch.device(device))
     return train.Trainer(model, settings).watched_step(batch)
 
 
@@ -118,9 +122,8 @@ def test_what_is_not_ours_has_rows(monkeypatch):
 def test_functions_that_an_optimizer_calls_are_its_own(monkeypatch):
     monkeypatch.setattr(attribution, "clock", FakeClock(tick=1.0))
     monkeypatch.setattr(train.Trainer, "_has_trained", True, raising=False)
-    settings = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
     slow = lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=False)  # noqa: E731
-    trainer = train.Trainer(nn.Linear(4, 4), settings, make_optimizer=slow)
+    trainer = train.Trainer(nn.Linear(4, 4), settings_of(), make_optimizer=slow)
     update = trainer.watched_step((torch.randn(2, 4),))["update"]
     assert update["optimizer"] == sum(update.values()) == 1e3
 
@@ -196,6 +199,25 @@ def test_hand_written_attention_is_told_from_linear():
         timeline.enter_phase("backward")
     entered = [part for _, _, part in timeline._marks if part in PARTS[:6]]
     assert entered == ["linear", "attention", "attention", "attention"]
+
+
+@pytest.mark.parametrize("cls", [attention_by_hand.Shortest, attention_by_hand.NanoGPT])
+def test_swapped_attention_by_hand_is_attention_forward_and_backward(cls, monkeypatch):
+    model, x = cls(), torch.randn(2, attention_by_hand.TOKENS, attention_by_hand.WIDTH)
+    onepass.swap(model)
+    with small_calls.all_gain():
+        model(x)  # its proof
+        clock = FakeClock()
+        monkeypatch.setattr(attribution, "clock", clock)
+        attend = by_hand_call.masked_attention
+
+        @functools.wraps(attend)
+        def slow(query, *args, **named):
+            return Slow.apply(attend(query, *args, **named), clock, 3.0, 5.0)
+
+        monkeypatch.setattr(by_hand_call, "masked_attention", slow)
+        spent = watch(model, x)
+    assert spent["forward"]["attention"] == 3e3 and spent["backward"]["attention"] == 5e3
 
 
 def test_adaptive_norm_with_a_projection_is_looked_into():

@@ -199,8 +199,8 @@ def test_tables_verdict_and_footer(outcome):
 def test_json_schema(outcome):
     data = outcome[1]
     assert list(data) == [
-        "schema_version", "command", "machine", "settings", "data", "parameters", "speed",
-        "first_step", "sameness", "optimizers", "swap_report", "verdict", "seconds",
+        "schema_version", "command", "machine", "settings", "data", "parameters", "objective",
+        "speed", "first_step", "sameness", "optimizers", "swap_report", "verdict", "seconds",
     ]  # fmt: skip
     assert data["schema_version"] == 1
     assert {"cpu", "isa", "threads", "torch", "commit"} <= set(data["machine"])

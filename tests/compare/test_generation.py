@@ -66,6 +66,61 @@ def hungry():
     return Hungry(), prompts()
 
 
+class Own(Writer):
+    """nanoGPT's interface: samples from the `top_k` most probable tokens."""
+
+    def forward(self, idx, targets=None):
+        logits = super().forward(idx)
+        return logits, nn.functional.cross_entropy(logits.mT, targets) if targets is not None else 0
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        assert top_k == 1
+        for _ in range(max_new_tokens):
+            most = self(idx)[0][:, -1].topk(top_k).indices
+            idx = torch.cat((idx, most), 1)
+        return idx
+
+
+class Foreign(Own):
+    def generate(self, idx, steps):
+        raise AssertionError
+
+
+class Telling(Own):
+    def generate(self, idx, max_new_tokens):
+        return ["text"] * len(idx)
+
+
+def own():
+    return Own(), (prompts(), prompts())
+
+
+def own_of_keywords():
+    return Own(), {"targets": prompts(), "idx": prompts()}
+
+
+class Sampling(Own):
+    """Draws from all tokens."""
+
+    def generate(self, idx, max_new_tokens):
+        for _ in range(max_new_tokens):
+            idx = torch.cat((idx, self(idx)[0][:, -1].softmax(-1).multinomial(1)), 1)
+        return idx
+
+
+def sampling():
+    return Sampling(), prompts()
+
+
+def foreign():
+    return Foreign(), (prompts(), prompts())
+
+
+def telling():
+    return Telling(), prompts()
+
+
 def broken():
     return Writer(broken=True), prompts()
 
@@ -97,7 +152,9 @@ def compare(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("function", ["writer", "writer_of_a_tensor"])
+@pytest.mark.parametrize(
+    "function", ["writer", "writer_of_a_tensor", "own", "own_of_keywords", "sampling"]
+)
 def test_prefill_and_decoding(capsys, monkeypatch, peaks_of_a_mebibyte, function):
     monkeypatch.setattr(inference, "clock_of", lambda device: ByTokens())
     code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:{function}", "--json")
@@ -113,9 +170,24 @@ def test_prefill_and_decoding(capsys, monkeypatch, peaks_of_a_mebibyte, function
         assert swapped["ratio_to_stock"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert phases["prefill"]["variants"]["stock"]["tokens_per_second"] == 12
     assert phases["decode"]["variants"]["stock"]["tokens_per_second"] == 2
-    assert found["generation"]["same"] == {"swapped": 1.0}
+    assert found["generation"]["same"] == {"swapped": 1.0} and not found["generation"]["note"]
     assert found["generation"]["peak_bytes"] == {"stock": 1 << 20, "swapped": 1 << 20}
     assert found["generation"]["swap_report"]["swapped"][0]["name"] == "norm"
+
+
+NOTE = "The forward alone: generate must take a prompt and max_new_tokens, got (idx, steps)"
+
+
+def test_a_generate_that_cannot_be_called_leaves_the_forward(capsys, peaks_of_a_mebibyte):
+    code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:foreign")
+    assert code == 0 and "forward" in out and "decode" not in out and f"\n{NOTE}.\n" in out
+    code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:foreign", "--json")
+    assert json.loads(out)["generation"]["note"] == NOTE
+
+
+def test_a_generate_of_no_tokens(capsys):
+    code, _, error = compare(capsys, "--generate", "5", "--model", f"{HERE}:telling")
+    assert code == 2 and "generate must return a tensor of tokens, got list" in error
 
 
 def test_too_few_tokens(capsys, monkeypatch):
@@ -131,7 +203,8 @@ def test_without_generate(capsys, peaks_of_a_mebibyte):
     assert "forward" in out and "decode" not in out and "difference" in out
     assert out.count(" 1.0") == 2 and "peak MiB" in out
     assert "Swapped, forward" in out or "Do not swap this model for forward" in out
-    assert "--quick: few calls" in out
+    assert "--quick: few calls" in out and "times stock [95 %]" in out
+    assert not set(out) & set("┏┃┡│└")  # thin lines, as in all tables of compare
 
 
 def test_compiled(capsys, monkeypatch, peaks_of_a_mebibyte):

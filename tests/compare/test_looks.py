@@ -50,11 +50,11 @@ def test_a_line_is_broken_between_words_and_before_no_percent_sign():
         assert whole == f"16%{name_of(200)}ofit,14%$x_1$"
 
 
-def printed(width: int, **options) -> list[str]:
+def printed(width: int, alike=ALIKE, **options) -> list[str]:
     """The lines of a run with every variant in a terminal of this width."""
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    result = result_of("user.models:make", alike=ALIKE, **options)
+    result = result_of("user.models:make", alike=alike, **options)
     report.print_result(result, console)
     return file.getvalue().splitlines()
 
@@ -86,6 +86,17 @@ def test_a_narrow_terminal_gets_paragraphs_with_the_names_of_columns():
     assert any("part" in line and "backward" in line for line in lines)  # this table fits
     narrower = printed(60)
     assert "dropout 0.1" in narrower and "dropout 0" in narrower  # the rows of the sameness
+
+
+def test_what_was_trained_is_said():
+    assert "trained: the model's loss" in printed(120)
+    assert result_of("my_run:make").to_dict()["objective"] == "the model's loss"
+
+
+def test_medium_precision_is_explained_where_it_was_measured():
+    named = "stock, medium precision: torch alone, with its products of float32 in bfloat16"
+    assert any(named in line for line in printed(160, alike=("{}", "{}, medium precision")))
+    assert not any(named in line for line in printed(160))
 
 
 def test_one_layer_is_no_layers():

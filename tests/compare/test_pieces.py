@@ -1,5 +1,6 @@
 """The pieces of `onepass compare`: text, model, attribution, memory, statistics, sentences."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from onepass.compare.model import GPT, cast
 from onepass.compare.optimizers import BASELINE, Choice
 from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products
-from onepass.compare.user_model import loss_of, tokens_in
+from onepass.compare.user_model import objective_of, tokens_in
 from onepass.compare.workload import GptWorkload
 from onepass.swapping.reasons import Reason
 from tests.compare.cases import TINY, FakeClock, settings_of, tokens
@@ -144,13 +145,20 @@ def test_reordered_features_change_nothing_but_rounding(rmsnorm):
 
 
 def test_loss_of_an_output():
-    scalar = torch.tensor(2.0)
-    assert loss_of(scalar) is scalar
-    assert loss_of(SimpleNamespace(loss=scalar)) is scalar
-    assert loss_of((torch.tensor([1, 2]), torch.tensor([3.0, 4.0]))).item() == 12.5
-    assert loss_of({"logits": torch.tensor([3.0, 4.0])}).item() == 12.5
+    scalar, values = torch.tensor(2.0), torch.tensor([3.0, 4.0])
+    logits, loss = values.clone().requires_grad_(), scalar.clone().requires_grad_()
+    for output in (
+        loss, (logits, loss), (logits, scalar, loss), [logits, {"all": loss}],
+        {"logits": logits, "loss": loss}, SimpleNamespace(loss=loss),
+    ):  # fmt: skip
+        assert objective_of(output) == (loss, "the model's loss")
+    assert objective_of(SimpleNamespace(loss=values)).loss == 3.5  # of DataParallel, one per copy
+    for output in ((torch.tensor([1, 2]), values), {"logits": values}, (logits, scalar)):
+        found = objective_of(output)
+        assert found.loss.item() == 12.5
+        assert found.name == "mean square of the output: it has no loss"
     with pytest.raises(BadInput, match="must return a floating-point tensor"):
-        loss_of("nothing")
+        objective_of("nothing")
 
 
 def test_items_of_a_batch():
@@ -240,6 +248,33 @@ def test_worst_gradient_names_the_parameter():
     gradients["a"][0] = torch.nan
     assert measure.worst_gradient(gradients, reference)[0] == "a"
     assert measure.worst_gradient({"a": reference["a"]}, reference) == ("b", float("inf"))
+
+
+class Cancelling(nn.Module):
+    """The bias of a key, which softmax cancels: its gradient is zero but for rounding."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).mT
+        return self.drop(torch.softmax(scores, -1) @ self.value(x)).square().sum()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(dtype, p):
+    settings = settings_of("--dtype", dtype)
+    torch.manual_seed(0)
+    model = Cancelling(p)
+    made = {"stock": train.Trainer(model, settings)}
+    made["swapped"] = train.Trainer(copy.deepcopy(model), settings)
+    with torch.no_grad():
+        made["swapped"].model.query.weight.mul_(1 + 1e-3)
+    found = measure._first_steps(made, torch.randn(4, 64, 32), bool(p))["swapped"]
+    assert found.gradient_error < 0.1 and found.gradient_name != "key.bias"
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, torch.nan, torch.inf])

@@ -305,12 +305,14 @@ def test_the_table_fits_and_says_what_the_json_says(outcome):
 def test_json_schema(outcome):
     found = outcome[1]
     assert list(found) == [
-        "schema_version", "command", "machine", "settings", "data", "parameters", "profiles",
-        "seconds",
+        "schema_version", "command", "machine", "settings", "data", "parameters", "objective",
+        "profiles", "seconds",
     ]  # fmt: skip
     assert [profile["dropout"] for profile in found["profiles"]] == [0.1, 0.0]
     for profile in found["profiles"]:
-        assert list(profile) == ["dropout", "items_per_batch", "variants", "absent", "advice"]
+        assert list(profile) == [
+            "dropout", "items_per_batch", "variants", "absent", "note", "advice",
+        ]  # fmt: skip
         names = list(profile["variants"])
         assert names[:2] == [STOCK, SWAPPED]
         kinds = [name.removeprefix("swapped: ") for name in names[2:]]
@@ -332,6 +334,13 @@ def test_json_schema(outcome):
             "leave_out", "keep", "where_memory_is_short", "ratio_to_all", "ratio_to_stock",
             "sentence", "call",
         ]  # fmt: skip
+
+
+def test_what_was_trained_is_said(outcome):
+    process, found = outcome
+    assert found["objective"] == "the model's loss"
+    assert "\ntrained: the model's loss\n" in process.stdout
+    assert profiled(*MODEL).objective == "mean square of the output: it has no loss"
 
 
 def test_the_command_repeats_the_run(outcome):

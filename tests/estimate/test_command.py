@@ -291,3 +291,42 @@ def test_a_7b_config_needs_no_memory_to_speak_of_and_little_time(tmp_path):
     assert most * 1024 < 2e9
     # 11 on a quiet Xeon; 22 without the cache of `onepass.estimate.fakes`.
     assert seconds < 20, f"{seconds:.1f} CPU seconds"
+
+
+class ByHand(nn.Module):
+    """Attention as many write it, in a layer that has a norm for the swap too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, 48)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return self.drop(torch.softmax(q @ k.mT / 4.0, dim=-1)) @ v
+
+
+def by_hand():
+    return ByHand(), torch.randn(2, 256, 16)
+
+
+def norm_alone():
+    return nn.LayerNorm(16), torch.randn(2, 64, 16)
+
+
+def test_attention_by_hand_without_data_is_counted_as_written_and_that_is_said(capsys):
+    without, real = (
+        onepass.estimate(*by_hand(), swap=True, real=is_real) for is_real in (False, True)
+    )
+    assert real.activations < without.activations
+    note = "attention by hand is counted as it is written, not as one call of attention"
+    assert without.note == f"{note}: real=True counts the call"
+    assert str(without).endswith(without.note) and not real.note and "call" not in str(real)
+    assert not onepass.estimate(*by_hand()).note
+    for name, flags, is_said in (
+        ("by_hand", (), True), ("by_hand", ("--real",), False), ("norm_alone", (), False)
+    ):  # fmt: skip
+        model = ("--model", f"{__name__}:{name}")
+        assert cli.main(["estimate", *model, *flags]) == 0
+        flat = " ".join(capsys.readouterr().out.split())
+        assert (f"Swapped, {note}: --real counts the call." in flat) is is_said

@@ -17,7 +17,7 @@ from onepass.compare.measure import saved_bytes
 from onepass.compare.model import GPT, Sizes, cast
 from onepass.compare.settings import add_arguments, read_settings
 from onepass.compare.train import Trainer
-from onepass.compare.user_model import loss_of
+from onepass.compare.user_model import objective_of
 from onepass.estimate import optimizers, step
 from onepass.estimate.fakes import tensors_of
 from tests.estimate.models import MODELS
@@ -55,7 +55,7 @@ def measured(
 
     def run():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = loss_of(call(model, batch))
+            loss = objective_of(call(model, batch)).loss
         loss.backward()
         del loss
         optimizer.step()

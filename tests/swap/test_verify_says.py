@@ -41,6 +41,31 @@ class Norm(nn.Module):
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
+# ---- the loss -----------------------------------------------------------------------------------
+
+
+def test_what_was_differentiated_is_named():
+    for then in (
+        lambda y: y.sum(),
+        lambda y: (y, y.sum()),
+        lambda y: (y, y.detach().sum(), y.sum()),
+    ):
+        result = onepass.swap(Norm(then)).verify(X)
+        assert str(result).startswith("same: loss ") and not result.projected
+    result = onepass.swap(Norm()).verify(X)
+    assert str(result).startswith("same: a random projection of the output ")
+    assert result.projected and result.to_dict()["projected"]
+    assert "projection" not in str(onepass.swap(Norm()).verify(X, loss_fn=torch.sum))
+
+
+def test_a_loss_function_by_position():
+    report = onepass.swap(Norm())
+    with pytest.raises(RuntimeError, match="loss_fn must be given by its name, got a function"):
+        report.verify(X, lambda y: y.sum())
+    with pytest.raises(RuntimeError, match="loss_fn must return a scalar tensor, got"):
+        report.verify(X, loss_fn=lambda y: y)
+
+
 # ---- kernels ------------------------------------------------------------------------------------
 
 
@@ -101,7 +126,9 @@ def test_without_a_kernel_there_is_nothing_to_verify():
         report = onepass.swap(model, kinds=("norm",))
         result = report.verify(X)
         assert result.ok is None and result.reason == "no kernel of onepass ran"
-        assert str(result).startswith("nothing to verify: no kernel of onepass ran; loss ")
+        assert str(result).startswith(
+            "nothing to verify: no kernel of onepass ran; a random projection "
+        )
         assert json.loads(json.dumps(result.to_dict()))["ok"] is None
 
 

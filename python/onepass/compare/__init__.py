@@ -13,7 +13,8 @@ step, :mod:`onepass.compare.optimizers` for the measurement of an optimizer,
 - ``schema_version`` 1; ``command``: to repeat the run; ``seconds``: how long it took
 - ``machine``: facts of the machine and the software, text per key
 - ``settings``: every flag as it was used; ``speed`` and ``sameness`` in it are the GPT's sizes
-- ``data``: what was trained on; ``parameters``: of the model in the speed phase
+- ``data``: what was trained on; ``parameters``: of the model in the speed phase; ``objective``:
+  what was trained, "the model's loss", or "mean square of the output: it has no loss"
 - ``speed``: per dropout probability ``{dropout, items_per_batch, variants, auto}``; dropout is null
   for ``--model``; ``auto``, null without ``--auto``: ``{left_out, notes}``, where left_out lists
   ``{modules, kinds, reason}``, the reason with its figure; variants by name (stock, swapped; with

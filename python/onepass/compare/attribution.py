@@ -50,7 +50,8 @@ _KINDS = {
     "convolution": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
     "recurrent": "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     "embedding": "embedding embedding_bag",
-    "attention": "scaled_dot_product_attention multi_head_attention_forward softmax",
+    "attention": "scaled_dot_product_attention multi_head_attention_forward masked_attention "
+    "softmax",
     "norm": "layer_norm rms_norm group_norm batch_norm instance_norm add_layer_norm add_rms_norm "
     "modulated_layer_norm modulated_rms_norm",
     "dropout": "dropout dropout_ dropout1d dropout2d alpha_dropout",

@@ -4,12 +4,13 @@ Beside stock and swapped there are attached, where `onepass.integrations.transfo
 the model, and with ``--compile`` both compiled.
 
 ``--json`` writes one object like that of `onepass compare`, with ``generation`` in place of the
-phases of training: ``{phases, same, peak_bytes, left_out, auto, swap_report}``. ``phases`` by name
-(prefill and decode, or forward): ``tokens`` of a call, and per variant ``ms {median, p10, p90,
+phases of training: ``{phases, same, peak_bytes, left_out, note, auto, swap_report}``. ``phases`` by
+name (prefill and decode, or forward): ``tokens`` of a call, and per variant ``ms {median, p10, p90,
 rounds}``, ``tokens_per_second``, ``ratio_to_stock {median, low, high}``. Per variant ``same``: the
 share of tokens that are stock's, or without `generate` the largest difference relative to stock's
 largest number; ``peak_bytes``: of a call (prefill and decoding) in a process of its own, beside the
-parameters. ``left_out``: reasons by variant; ``auto``: as in ``speed`` of a training.
+parameters. ``left_out``: reasons by variant; ``note``: why `generate` was not called; ``auto``: as
+in ``speed`` of a training.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -30,7 +30,7 @@ from onepass.bench.machine import machine_facts
 from onepass.compare import memory
 from onepass.compare.inference import ATTACHED, PREFILL, SECONDS, Call, Inference
 from onepass.compare.progress import Phase, Progress
-from onepass.compare.report import auto_dict, auto_lines, mebibytes
+from onepass.compare.report import auto_dict, auto_lines, mebibytes, table_of
 from onepass.compare.settings import Settings
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED
 from onepass.swapping import sample
@@ -44,6 +44,7 @@ class Generation:
         phases: by name (times, tokens of a call).
         same, peaks: by variant, as `same` and `peak_bytes` of the JSON.
         left_out: variants that are not there, with the reason.
+        note: why `generate` was not called.
     """
 
     settings: Settings
@@ -55,6 +56,7 @@ class Generation:
     left_out: dict[str, str]
     swap_report: dict
     seconds: float
+    note: str = ""
 
     def to_dict(self) -> dict:
         return {
@@ -68,23 +70,18 @@ class Generation:
                 "same": self.same,
                 "peak_bytes": self.peaks,
                 "left_out": self.left_out,
+                "note": self.note,
                 "auto": auto_dict(self.settings.decision),
                 "swap_report": self.swap_report,
             },
         }
 
     def show(self, console: Console) -> None:
-        table = Table(title=f"Inference of {self.settings.model}")
-        for column in ("phase", "variant"):
-            table.add_column(column)
-        for column in (
-            r"median ms \[p10-p90]",
-            "tokens/s",
-            r"times as fast \[95 %]",
-            self._sameness(),
-            "peak MiB",
-        ):
-            table.add_column(column, justify="right")
+        table = table_of(
+            f"Inference of {self.settings.model}",
+            "phase", "variant", "median ms [p10-p90]", "tokens/s", "times stock [95 %]",
+            self._sameness(), "peak MiB",
+        )  # fmt: skip
         for phase, (timing, tokens) in self.phases.items():
             for name in timing.times:
                 median, low, high = (1e3 * timing.percentile(name, p) for p in (50, 10, 90))
@@ -98,6 +95,8 @@ class Generation:
                     mebibytes(self.peaks[name]) if phase != PREFILL else "",
                 )
         print_table(console, table, names=2)
+        if self.note:
+            console.print(f"{self.note}.", highlight=False, markup=False)
         for name, reason in self.left_out.items():
             console.print(f"Without {name}: {reason}.")
         for line in auto_lines(self.settings.decision):
@@ -175,6 +174,7 @@ def _run(settings: Settings, start: float) -> Generation:
         left_out=left_out,
         swap_report=swap_report,
         seconds=time.perf_counter() - start,
+        note=inference.note,
     )
 
 

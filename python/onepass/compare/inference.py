@@ -1,10 +1,10 @@
 """Calls of a user's model in eval mode and without gradients: of `compare --generate` and
 `profile-swap --generate`.
 
-A model with `generate`, as transformers' have, continues the prompts of its batch greedily by N
-tokens. The median time for a single token is that of the prefill; what N tokens take longer is that
-of decoding. All other models are called on their batch: that is the whole measurement. Variants
-share their parameters and take turns.
+A model with `generate`, as transformers' or nanoGPT's, continues the prompts of its batch by N
+tokens, greedily if it can. The median time for a single token is that of the prefill; what N tokens
+take longer is that of decoding. All other models are called on their batch: that is the whole
+measurement. Variants share their parameters and take turns.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import onepass
-from onepass._batch import arguments
+from onepass._batch import arguments, binds
 from onepass.bench.harness import Timing, clock_of, measure_pairs
-from onepass.compare.errors import BadInput
+from onepass.compare.errors import BadInput, BadModel
 from onepass.compare.model import move
 from onepass.compare.settings import Settings
 from onepass.compare.user_model import batch_of, load_user_model, telling_errors, tokens_in
@@ -38,14 +39,24 @@ Call = Callable[[int], object]  # by how many tokens
 
 
 class Inference:
-    """The model of --model, its batch, and calls of its variants."""
+    """The model of --model, its batch, and calls of its variants.
+
+    Attributes:
+        note: why its `generate` is not called; empty without it, or if it is.
+    """
 
     def __init__(self, settings: Settings):
         self.settings = settings
         model, batches = load_user_model(settings.model, settings.seed)
         self.model: nn.Module = model.to(settings.device).eval()
         self.batch = move(batch_of(batches, 0), settings.device)
-        self.generates = callable(getattr(model, "generate", None))
+        generate, self.note = getattr(model, "generate", None), ""
+        self.generates = callable(generate) and _generating(self.model, self.batch) is not None
+        if callable(generate) and not self.generates:
+            self.note = (
+                "The forward alone: generate must take a prompt and max_new_tokens, got "
+                f"{inspect.signature(generate)}"
+            )
         self.count = settings.generate if self.generates else 0  # tokens
         self.tokens = tokens_in(self.batch)
 
@@ -124,19 +135,36 @@ def _calling(model: nn.Module, batch: object) -> Call:
     return call
 
 
-def _generating(model: nn.Module, batch: object) -> Call:
-    """A call that continues the prompts by so many tokens, which it returns."""
-    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
-    kwargs = {name: value for name, value in kwargs.items() if name not in _LABELS}
+def _generating(model: nn.Module, batch: object) -> Call | None:
+    """A call that continues the prompts by so many tokens, which it returns; None if `generate`
+    cannot be called for that."""
+    given = dict(batch) if isinstance(batch, Mapping) else {}
+    given = {name: value for name, value in given.items() if name not in _LABELS}
+    leaves = [leaf for leaf in pytree.tree_leaves(given or batch) if isinstance(leaf, Tensor)]
     if not isinstance(batch, Mapping):
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        kwargs = {"input_ids": leaves[0]} if leaves else {}
+        given = {"input_ids": leaves[0]} if leaves else {}
+    signature = inspect.signature(model.generate)
+
+    def options(count: int, taken: Container[str]) -> dict[str, object]:
+        """Of greedy decoding; those of `taken` alone."""
+        named = {"min_new_tokens": count, "do_sample": False, "top_k": 1}
+        return {"max_new_tokens": count} | {n: v for n, v in named.items() if n in taken}
+
+    for args, kwargs, taken in (
+        ((), given, ("min_new_tokens", "do_sample")),  # as transformers'
+        (tuple(leaves[:1]), {}, signature.parameters),
+    ):
+        if binds(signature, args, kwargs | options(1, taken)):
+            break
+    else:
+        return None
 
     def call(count: int) -> Tensor:
+        torch.manual_seed(0)  # one that samples all the same draws alike
         with torch.no_grad():
-            found = model.generate(
-                **kwargs, max_new_tokens=count, min_new_tokens=count, do_sample=False
-            )
+            found = model.generate(*args, **kwargs, **options(count, taken))
+        if not isinstance(found, Tensor):
+            raise BadModel(f"generate must return a tensor of tokens, got {type(found).__name__}")
         return found[:, -count:]
 
     return call

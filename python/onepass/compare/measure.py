@@ -25,6 +25,7 @@ from onepass.compare.pairs import time_rounds
 from onepass.compare.products import Products, products_of
 from onepass.compare.settings import Settings
 from onepass.compare.train import Trainer
+from onepass.compare.user_model import OWN_LOSS
 from onepass.compare.variants import COMPILED, STOCK, SWAPPED, names, trainer_of
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.sample import Decision
@@ -34,9 +35,9 @@ SECONDS = 35.0  # rounds continue this long if the requested number takes less
 MAX_ROUNDS = 40
 WATCHED_SECONDS = 10.0
 WATCHED_STEPS = (2, 6)  # at least and at most, of each variant
-# A parameter whose gradient is only rounding noise (a key's bias, which softmax cancels) is
-# compared with this share of the largest gradient of all.
-NOISE_FLOOR = 1e-6
+# A gradient below this share of the largest of all is rounding noise, as that of a key's bias,
+# which softmax cancels: its error is divided by that largest, as `Report.verify` does.
+NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Speed:
     products: Products
     swap_report: dict  # Report.to_dict()
     decision: Decision | None = None  # of --auto
+    objective: str = OWN_LOSS
 
     def milliseconds(self, name: str) -> tuple[float, float, float]:
         """Median, 10th and 90th percentile of a variant's step."""
@@ -117,6 +119,7 @@ def compare_speed(workload, settings: Settings, advance: Callable[[], None]) -> 
             steps, settings.pairs, seconds, MAX_ROUNDS, advance, lambda _, number: batches[number]
         )
     parts = _parts(trainers, workload, timing)
+    objective = trainers[STOCK].objective
     del trainers, steps, made
     peaks = memory.peaks_of_steps(list(timing.times), workload.dropout, settings)
     advance()
@@ -126,7 +129,7 @@ def compare_speed(workload, settings: Settings, advance: Callable[[], None]) -> 
     }
     return Speed(
         workload.dropout, workload.items_per_batch, timing, variants, products, report.to_dict(),
-        settings.decision,
+        settings.decision, objective,
     )  # fmt: skip
 
 
@@ -193,8 +196,10 @@ def _first_steps(trainers: dict[str, Trainer], batch, may_drop: bool) -> dict[st
     """
     (_, stock), *others = trainers.items()
     if not may_drop:
-        reference = _step(stock, batch)
-        return {name: _compared(_step(other, batch), reference, "off") for name, other in others}
+        reference, exact = _step(stock, batch), _in_float32(stock, batch)
+        return {
+            name: _compared(_step(other, batch), reference, "off", exact) for name, other in others
+        }
     return {
         name: _first_step_with_dropout(stock, other, batch)
         for name, other in others
@@ -210,14 +215,18 @@ def _first_step_with_dropout(stock: Trainer, other: Trainer, batch) -> FirstStep
         random.restore()
         reference = _step(stock, batch, masks.repeated())
         masks.check(after, Random(stock.model))
-        return _compared(step, reference, "on, with the same masks" if masks.calls else "off")
+        random.restore()
+        exact = _in_float32(stock, batch, masks.repeated())
+        dropout = "on, with the same masks" if masks.calls else "off"
+        return _compared(step, reference, dropout, exact)
     except (Unpaired, BadModel) as error:  # its code may not run in modes of torch
         why = str(error)
         random.restore()
     for trainer in (stock, other):
         trainer.model.eval()
     try:
-        return _compared(_step(other, batch), _step(stock, batch), f"off: {why}")
+        steps = _step(other, batch), _step(stock, batch)
+        return _compared(*steps, f"off: {why}", _in_float32(stock, batch))
     finally:
         for trainer in (stock, other):
             trainer.model.train()
@@ -239,38 +248,61 @@ def _step(
     return loss.item(), gradients
 
 
-def _compared(step: tuple, reference: tuple, dropout: str) -> FirstStep:
+def _in_float32(
+    stock: Trainer, batch, inside: AbstractContextManager | None = None
+) -> dict[str, Tensor] | None:
+    """Stock's gradients without autocast; None where it has none, or the model does not run so."""
+    if not stock.casts:
+        return None
+    try:
+        with stock.uncast():
+            return _step(stock, batch, inside)[1]
+    except BadModel:
+        return None
+
+
+def _compared(
+    step: tuple, reference: tuple, dropout: str, exact: dict[str, Tensor] | None
+) -> FirstStep:
     (loss, gradients), (expected, of_stock) = step, reference
-    worst, error = worst_gradient(gradients, of_stock)
+    worst, error = worst_gradient(gradients, of_stock, exact)
     return FirstStep(loss, loss - expected, error, worst, dropout)
 
 
 def worst_gradient(
-    gradients: dict[str, Tensor], reference: dict[str, Tensor]
+    gradients: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    exact: dict[str, Tensor] | None = None,
 ) -> tuple[str, float | None]:
     """Name and relative error of the parameter whose gradient differs most.
 
-    The error is max|difference| over max|reference gradient of that parameter|; None if all of the
-    reference is zero, denormal or not finite, and the other gradients are the same.
+    The error is max|difference| over max|reference gradient of that parameter|, or of all
+    parameters where that is noise; None if all of the reference is zero, denormal or not finite,
+    and the other gradients are the same.
+
+    Args:
+        exact: with fewer roundings, to tell noise; by default the reference.
     """
-    largest = {
-        name: gradient.abs().max().item() if gradient.numel() else 0.0
-        for name, gradient in reference.items()
-    }
-    most = max((size for size in largest.values() if math.isfinite(size)), default=0.0)
+    largest, of_exact = _sizes(reference), _sizes(exact or reference)
+    most = max(filter(math.isfinite, largest.values()), default=0.0)
     if most < torch.finfo(torch.float32).tiny:
         differ = (n for n, g in reference.items() if not _same_bits(gradients.get(n), g))
         name = next(differ, None)
         return (next(iter(reference), ""), None) if name is None else (name, math.inf)
-    floor = NOISE_FLOOR * most
+    noise = NEGLIGIBLE * max(filter(math.isfinite, of_exact.values()), default=0.0)
     errors = {}
     for name, expected in reference.items():
         if name not in gradients:
             return name, float("inf")
         difference = (gradients[name].double() - expected.double()).abs().max().item()
-        errors[name] = difference / max(largest[name], floor)
+        is_noise = not largest[name] or of_exact.get(name, math.inf) <= noise
+        errors[name] = difference / (most if is_noise else largest[name])
     # A NaN compares as the largest: no number may hide it.
     return max(errors.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
+
+
+def _sizes(gradients: dict[str, Tensor]) -> dict[str, float]:
+    return {n: g.abs().max().item() if g.numel() else 0.0 for n, g in gradients.items()}
 
 
 def _same_bits(gradient: Tensor | None, reference: Tensor) -> bool:

@@ -16,7 +16,7 @@ from onepass.compare.measure import FirstStep, Speed
 from onepass.compare.optimizers import BASELINE, Comparison
 from onepass.compare.settings import Settings
 from onepass.compare.train import BAND_FACTOR, Sameness
-from onepass.compare.variants import baseline_of
+from onepass.compare.variants import MEDIUM, MEDIUM_MEANS, baseline_of
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import grouped
 from onepass.swapping.sample import Decision
@@ -86,6 +86,7 @@ class Result:
             "settings": self.settings.to_dict(),
             "data": self.data,
             "parameters": self.parameters,
+            "objective": self.speeds[0].objective,
             "speed": [_speed_dict(speed) for speed in self.speeds],
             "first_step": {name: step.to_dict() for name, step in self.first_steps.items()},
             "sameness": [phase.to_dict() for phase in self.sameness],
@@ -272,6 +273,9 @@ def print_result(result: Result, console: Console) -> None:
     glibc's heap do not count: :mod:`onepass.compare.memory`).
     """
     print_table(console, _speed_table(result), names=2)
+    if any(MEDIUM in speed.variants for speed in result.speeds):
+        console.print(f"{MEDIUM}: {MEDIUM_MEANS}.", highlight=False, markup=False)
+        console.print()
     for speed in result.speeds:
         print_table(console, _parts_table(speed))
         if text := linear_text(speed):
@@ -304,7 +308,8 @@ def print_result(result: Result, console: Console) -> None:
         console.print(line, style="dim", highlight=False, markup=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table; columns after the second hold numbers."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         pad_edge=False, collapse_padding=True,
@@ -316,7 +321,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _speed_table(result: Result) -> Table:
     unit = "items/s" if result.settings.model else "tokens/s"
-    table = _table(
+    table = table_of(
         "Speed: one training step",
         "dropout", "variant", "median ms [p10-p90]", "times stock [95 %]", unit,
         "saved MiB", "peak MiB",
@@ -341,7 +346,7 @@ def _speed_table(result: Result) -> Table:
 
 def _parts_table(speed: Speed) -> Table:
     tail = "" if speed.dropout is None else f" with dropout {speed.dropout:g}"
-    table = _table(
+    table = table_of(
         f"Where a step goes{tail}, in ms", "part",
         "stock", "forward", "backward", "swapped", "forward", "backward", "saved",
     )  # fmt: skip
@@ -392,7 +397,7 @@ def number(ms: float) -> str:
 
 
 def _sameness_table(result: Result) -> Table:
-    table = _table(
+    table = table_of(
         "Sameness: gap between loss curves",
         "dropout", "stock runs\ndiffer by", "steps", "swapped - stock", "stock-versus-stock", "",
     )  # fmt: skip
@@ -411,7 +416,7 @@ def _sameness_table(result: Result) -> Table:
 def _optimizer_table(result: Result) -> Table:
     """Bytes (B) are per parameter: of the state, and with the parameter itself and its gradient."""
     compared = result.optimizers
-    table = _table(
+    table = table_of(
         f"Optimizers: AdamW's step on {compared.parameters:,} parameters, apart from the rest",
         "optimizer", "median ms [p10-p90]", "times fused [95 %]", "of a step",
         "state B", "all B",
@@ -435,7 +440,7 @@ def _optimizer_table(result: Result) -> Table:
 def _training_table(result: Result) -> Table:
     compared = result.optimizers
     tail = "" if compared.dropout is None else f", dropout {compared.dropout:g}"
-    table = _table(
+    table = table_of(
         f"Sameness: stock trained by {BASELINE.name} and by others{tail}",
         "optimizer", "steps", "last loss", "gap to fused", "stock-versus-stock", "",
     )  # fmt: skip
@@ -479,6 +484,7 @@ def footer(result: Result) -> list[str]:
     sameness = "" if settings.model else f"; sameness with {settings.sameness}"
     lines += [
         subject(settings, result.parameters, sameness, result.data),
+        f"trained: {result.speeds[0].objective}",
         f"same: the gap is at most {BAND_FACTOR:g} x the largest difference between "
         f"{len(result.sameness[0].stock)} stock runs",
         " | ".join(f"{name} {value}" for name, value in machine.items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from onepass.compare.user_model import (
     check_dense_gradients,
     check_loss,
     check_trainable,
-    loss_of,
+    objective_of,
     telling_errors,
 )
 
@@ -48,7 +48,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Trainer:
-    """A model with its optimizer."""
+    """A model with its optimizer; `objective` says what its last loss was."""
 
     def __init__(
         self,
@@ -61,15 +61,27 @@ class Trainer:
         """A step runs inside `around()`."""
         self.model, self.around = model.train(), around
         self.device, self._autocast = settings.device, settings.autocast
+        self.casts = settings.dtype == torch.bfloat16
         check_trainable(model)
         self.forward: Callable = torch.compile(model) if compiled else model
         self.optimizer = make_optimizer(trained_parameters(model))
         self._has_trained = False
+        self.objective = ""
+
+    @contextlib.contextmanager
+    def uncast(self) -> Iterator[None]:
+        """Inside, there is no autocast."""
+        autocast, self._autocast = self._autocast, contextlib.nullcontext
+        try:
+            yield
+        finally:
+            self._autocast = autocast
 
     def loss(self, batch) -> Tensor:
         """Scalar loss of a batch, under autocast when the dtype asks for it."""
         with self._autocast(), telling_errors(self.model, batch):
-            return loss_of(call(self.forward, batch))
+            loss, self.objective = objective_of(call(self.forward, batch))
+        return loss
 
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients; the first time it checks that they can be trained with."""

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,15 @@ from torch.nn.parameter import is_lazy
 
 import onepass
 from onepass._batch import described
+from onepass._output import floating, loss_in
 from onepass.compare.errors import BadInput, BadModel
 
 MODEL_HELP = (
     "the function returns (model, batch) or (model, batch_function of the step); a batch is a "
     "tensor, a tuple or list of arguments, or a dict of keywords"
 )
+OWN_LOSS = "the model's loss"
+MEAN_SQUARE = "mean square of the output: it has no loss"
 _NO_BATCHES = (type(None), bool, int, float, complex, str, bytes, type, nn.Module)
 
 
@@ -132,32 +136,26 @@ def check_loss(loss: Tensor) -> None:
         raise BadModel("must return something that depends on its parameters")
 
 
-def loss_of(output) -> Tensor:
-    """The scalar to differentiate: a scalar output itself, else its `.loss`, else the mean square.
+class Objective(NamedTuple):
+    """The scalar to differentiate, and what it is."""
 
-    The mean square is that of the first floating-point tensor in the output: no training goal, but
-    every parameter that the output depends on gets a gradient.
+    loss: Tensor
+    name: str
+
+
+def objective_of(output: object) -> Objective:
+    """The loss in an output, else the mean square of its first floating-point tensor.
+
+    The mean square is no training goal, but every parameter that the output depends on gets a
+    gradient.
     """
-    if isinstance(output, Tensor) and output.dim() == 0:
-        return output
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss if loss.dim() == 0 else loss.mean()
-    first = _first_floating(output)
-    if first is None:
+    loss = loss_in(output)
+    if loss is not None:
+        return Objective(loss, OWN_LOSS)
+    leaves = floating(output)
+    if not leaves:
         raise BadModel("must return a floating-point tensor, a tuple of them or a .loss")
-    return first if first.dim() == 0 else first.float().square().mean()
-
-
-def _first_floating(output) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, (tuple, list)):
-        found = (_first_floating(item) for item in output)
-        return next((tensor for tensor in found if tensor is not None), None)
-    return None
+    return Objective(leaves[0].float().square().mean(), MEAN_SQUARE)
 
 
 def tokens_in(batch) -> int:

@@ -16,6 +16,10 @@ STOCK, SWAPPED = "stock", "swapped"
 COMPILED = "compiled "
 KEPT = ", kept memory"
 MEDIUM = "stock, medium precision"
+MEDIUM_MEANS = (
+    "torch alone, with its products of float32 in bfloat16, by "
+    'torch.set_float32_matmul_precision("medium")'
+)
 _ONLY = ": "
 
 

@@ -59,7 +59,7 @@ def estimate(
         real: runs the step with its data, on a copy of the model: for models that read values.
 
     Returns:
-        Estimate: the loss is the output, if it is a scalar, else its `.loss`, else a mean square.
+        Estimate: the loss is the output's `.loss`, else the first scalar in it, else a mean square.
 
     Raises:
         TypeError: model is neither a module nor a function.

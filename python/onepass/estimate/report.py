@@ -25,6 +25,8 @@ def print_survey(survey: Survey, console: Console, command: str, seconds: float)
     print_table(console, _levers_table(survey))
     for variant, reason in survey.left_out.items():
         console.print(f"Left out: {variant}: {reason}.", markup=False, highlight=False)
+    if note := survey.steps[SWAPPED].note:
+        console.print(f"Swapped, {note}: --real counts the call.", markup=False, highlight=False)
     console.print(sentence(survey), style="bold", highlight=False, markup=False)
     console.print()
     for line in footer(command, seconds):

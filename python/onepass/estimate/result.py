@@ -24,6 +24,7 @@ class Estimate:
         at_peak: the parts at that moment: parameters, gradients, "optimizer state", "buffers,
             batch", activations, temporary.
         temporary: the part of the peak that is no parameter, gradient, state or kept activation.
+        note: what the figures do not show; empty if they show all.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -47,6 +48,7 @@ class Estimate:
     peaks: dict[str, int]
     at_peak: dict[str, int]
     modules: list[dict] = field(repr=False)
+    note: str = ""
 
     def to_dict(self) -> dict:
         return dict(self.__dict__)
@@ -58,6 +60,8 @@ class Estimate:
         for entry in self.modules[:10]:
             name = entry["name"] or "(the model itself)"
             lines.append(f"{readable(entry['bytes']):>10}    {name} x {entry['count']}")
+        if self.note:
+            lines.append(self.note)
         return "\n".join(lines)
 
 

@@ -11,10 +11,10 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
 
 - ``schema_version`` 1; ``command``: to repeat the run; ``seconds``: how long it took
 - ``machine``: facts of the machine and the software, text per key; ``data``: what was trained on;
-  ``parameters``: of the model
+  ``parameters``: of the model; ``objective``: as of `onepass.compare`, null with ``--generate``
 - ``settings``: the flags as they were used; ``speed`` in it are the GPT's sizes
 - ``profiles``: per dropout probability (null for ``--model``) ``{dropout, items_per_batch,
-  variants, absent, advice}``
+  variants, absent, note, advice}``
 - ``variants`` by name (stock; swapped: all kinds; swapped: KIND, each alone): ``kinds`` (null: what
   is not swapped), ``modules`` that changed, ``step_ms {median, p10, p90, rounds}``,
   ``times_stock`` and ``ms_bought {median, low, high}`` (95 % intervals of differences within
@@ -22,7 +22,7 @@ alone need not equal the gain of leaving it out. See :mod:`onepass.profile_swap.
   ``pays`` (true, false: slower, null: no difference measured), ``phases``; with ``--generate`` a
   call stands for the step (prefill and decoding, or a forward), saved_bytes is null, and phases
   has ``ms`` and ``times_stock`` of prefill and decode
-- ``absent``: by kind, why nothing of it was swapped
+- ``absent``: by kind, why nothing of it was swapped; ``note``: why `generate` was not called
 - ``advice``: ``{leave_out, keep, where_memory_is_short, ratio_to_all, ratio_to_stock, sentence,
   call}``: leave_out are the kinds that are slower than stock alone; where_memory_is_short lists
   kinds that save memory and are not in call; ratio_to_all and ratio_to_stock are how many times

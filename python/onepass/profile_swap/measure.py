@@ -73,6 +73,8 @@ class Profile:
     advice: Advice
     phases: dict[str, Timing] = field(default_factory=dict)  # into which `timing` can be divided
     limited: bool = False  # by --kinds: a swap of all kinds was not measured
+    objective: str | None = None  # that was trained; None: nothing was
+    note: str = ""  # why `generate` was not called
 
     def times_stock(self, name: str) -> Interval:
         return self.timing.ratio(name, STOCK)
@@ -138,7 +140,7 @@ class Turns:
         idle: kinds that need not be measured.
     """
 
-    idle = ()
+    idle, note = (), ""
 
     def __init__(self, workload, settings: Settings):
         self._settings, self._workload = settings, workload
@@ -147,6 +149,10 @@ class Turns:
         self.model = self.trainer.model
         self.reports: dict[str, onepass.Report] = {}
         self._end: Callable[[], None] | None = None
+
+    @property
+    def objective(self) -> str:
+        return self.trainer.objective
 
     def __enter__(self) -> Turns:
         return self
@@ -197,13 +203,14 @@ class Turns:
 class Calls(contextlib.AbstractContextManager):
     """The same for calls of inference; the variants are copies that share the model's tensors."""
 
-    dropout = None
+    dropout = objective = None
 
     def __init__(self, settings: Settings):
         self._inference = Inference(settings)
         self._calls: dict[str, Call] = {}
         self.reports: dict[str, onepass.Report] = {}
         self.model, self.items_per_batch = self._inference.model, self._inference.tokens
+        self.note = self._inference.note
         self.idle = ("dropout", *["loss"] * self._inference.generates)
 
     def __exit__(self, *_) -> None:
@@ -263,7 +270,7 @@ def profile(turns: Turns | Calls, settings: Settings, advance: Callable[[], None
     }
     return Profile(
         turns.dropout, turns.items_per_batch, timing, variants, absent, advice, phases,
-        bool(settings.kinds),
+        bool(settings.kinds), turns.objective, turns.note,
     )  # fmt: skip
 
 

@@ -37,6 +37,10 @@ class Result:
     profiles: list[Profile]
     seconds: float
 
+    @property
+    def objective(self) -> str | None:
+        return self.profiles[0].objective
+
     def to_dict(self) -> dict:
         """The JSON of `onepass.profile_swap`, whose docstring is its schema."""
         settings = self.settings.to_dict()
@@ -47,6 +51,7 @@ class Result:
             "settings": {name: settings[name] for name in settings if name not in OTHERS},
             "data": self.data,
             "parameters": self.parameters,
+            "objective": self.objective,
             "profiles": [_profile_dict(profile) for profile in self.profiles],
             "seconds": self.seconds,
         }
@@ -81,6 +86,7 @@ def _profile_dict(profile: Profile) -> dict:
         "items_per_batch": profile.items_per_batch,
         "variants": variants,
         "absent": profile.absent,
+        "note": profile.note,
         "advice": {
             "leave_out": list(advice.leave_out),
             "keep": list(advice.keep),
@@ -160,6 +166,8 @@ def print_result(result: Result, console: Console) -> None:
         console.print(sentence(profile), style="bold", highlight=False, markup=False)
         if text := call(profile):
             console.print(f"  {text}", highlight=False, markup=False)
+        if profile.note:
+            console.print(f"{profile.note}.", highlight=False, markup=False)
         console.print()
     for line in footer(result):
         console.print(line, style="dim", highlight=False, markup=False)
@@ -220,6 +228,7 @@ def footer(result: Result) -> list[str]:
     return [
         *lines,
         subject(settings, result.parameters, "", result.data),
+        *([f"trained: {result.objective}"] if result.objective else []),
         "peak: in a process of its own; gains alone need not add up to that of all",
         " | ".join(f"{name} {value}" for name, value in result.machine.items()),
         f"{settings.command}   ({result.seconds:.0f} s)",

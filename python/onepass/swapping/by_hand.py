@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from onepass._imported import is_fake
 from onepass._ops import small_calls, tracing
 from onepass._ops.differentiation import are_transforms_active
 from onepass.swapping import recorded  # noqa: F401 fills the table of Scores
@@ -35,7 +36,9 @@ NOTE = (
 _MOST_IDLE = 2  # runs in which products, but no attention, were found
 _FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
 _FLOAT64 = "its query and key are float64"
-_OF_ONE_CALL = (_FEW_KEYS, _FLOAT64, NO_KEY, EMPTY)  # reasons that do not hold for the next call
+NO_DATA = "its tensors have no data"
+# Reasons that do not hold for the next call.
+_OF_ONE_CALL = (_FEW_KEYS, _FLOAT64, NO_KEY, EMPTY, NO_DATA)
 
 
 def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
@@ -146,6 +149,9 @@ class Recorder:
                 self.reason = _FEW_KEYS
             return None
         self.made += 1
+        if is_fake(left):
+            self.reason = self.reason or NO_DATA
+            return None
         form = Form.of(query, key, factors.multiply)
         size = torch.Size((*form.lead, query.shape[-2], key.shape[-2]))
         return Scores.of(form, size, dtype_after(torch.matmul, query.dtype, query.dtype), self)
@@ -208,7 +214,7 @@ class Recorder:
 
 def _is_activation(tensor: object) -> bool:
     return (
-        type(tensor) is Tensor
+        (type(tensor) is Tensor or is_fake(tensor))
         and tensor.is_cpu
         and tensor.dim() >= 3
         and tensor.is_floating_point()

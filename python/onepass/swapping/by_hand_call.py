@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass._overrides import visibly
 from onepass.functional._internal import masked_attention
 from onepass.swapping.inputs import MOST_HEAD_DIM
 from onepass.swapping.scores import Form, Term
@@ -30,11 +31,11 @@ class AttentionCall(NamedTuple):
     options: tuple[tuple[str, float], ...]
 
     def run(self, dropout_p: float) -> Tensor:
-        """The output, contiguous, as torch's products are."""
+        """The output, contiguous, as torch's products are; function modes see the call."""
         query, key, value, bias, mask, is_causal, scale, options = self
-        return masked_attention(
-            query, key, value, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal,
-            scale=scale, keeps_order=False, **dict(options),
+        return visibly(
+            masked_attention, query, key, value, bias=bias, mask=mask, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, keeps_order=False, **dict(options),
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from onepass._output import floating, loss_in
 from onepass.swapping.undisturbed import Random, State
 from onepass.swapping.verification import distance
 
@@ -23,6 +24,7 @@ class Run(NamedTuple):
     tensors: dict[str, Tensor]  # "output", "output 1", ..., "loss", "gradient of NAME"
     unseen: dict[str, Tensor]  # of outputs: (batch, seq), rows of padding that no loss looks at
     random: Random  # the random state at the end
+    projected: bool  # whether the loss is a projection of the output, which has none
 
     def visible(self, unseen: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, with zeros in the rows that do not count."""
@@ -97,7 +99,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
         output = torch.func.functional_call(model, moved, args, kwargs)
     leaves = {
         f"output {index}" if index else "output": leaf
-        for index, leaf in enumerate(_floating(output))
+        for index, leaf in enumerate(floating(output))
     }
     padding = _padding(kwargs, leaves)
     if hide:
@@ -105,19 +107,20 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
             if leaves[name].requires_grad:
                 leaves[name].register_hook(functools.partial(_without, rows=rows))
     tensors = {name: leaf.detach() for name, leaf in leaves.items()}
+    projected = False
     if loss_fn is not None:
         loss = _checked(loss_fn(output))
         tensors["loss"] = loss.detach()
-    elif not leaves:
-        raise RuntimeError(
-            f"verify: model must return floating-point tensors, got {type(output).__name__}"
-        )
-    elif (loss := _loss(output, list(leaves.values()))) is None:
-        loss, hide = _projection(leaves, padding), True
+    elif (loss := loss_in(output)) is None:
+        if not leaves:
+            raise RuntimeError(
+                f"verify: model must return floating-point tensors, got {type(output).__name__}"
+            )
+        loss, hide, projected = _projection(leaves, padding), True, True
     looked_at = {name: leaves[name] for name in padding if not hide and leaves[name].requires_grad}
     wanted = {**named, **inputs}
     if not (loss.requires_grad and (wanted or looked_at)):
-        return Run(float(loss.detach()), tensors, padding, Random(model))
+        return Run(float(loss.detach()), tensors, padding, Random(model), projected)
     of = [*wanted.values(), *looked_at.values()]
     gradients = iter(torch.autograd.grad(loss, of, allow_unused=True))
     for name, value in wanted.items():
@@ -130,7 +133,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
         name: rows & ~(seen[name] != 0).flatten(2).any(-1) if name in seen else rows
         for name, rows in padding.items()
     }
-    return Run(float(loss.detach()), tensors, unseen, Random(model))
+    return Run(float(loss.detach()), tensors, unseen, Random(model), projected)
 
 
 def _checked(loss: object) -> Tensor:
@@ -154,22 +157,6 @@ def _padding(kwargs: dict, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def _without(tensor: Tensor, rows: Tensor) -> Tensor:
     """With zeros in some rows, (batch, seq)."""
     return tensor.masked_fill(rows.reshape(*rows.shape, *(1,) * (tensor.dim() - 2)), 0.0)
-
-
-def _floating(output: object) -> list[Tensor]:
-    """Outputs of transformers are ordered dicts that torch's pytree may not know."""
-    leaves = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _loss(output, leaves: list[Tensor]) -> Tensor | None:
-    """The output's own loss, or the scalar in it, if there is one."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    return next((leaf for leaf in leaves if leaf.dim() == 0), None)
 
 
 def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor:

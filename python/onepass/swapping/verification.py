@@ -80,6 +80,7 @@ class Verification:
         worst: name of the tensor that comes closest to its bound, or exceeds it by most.
         deviations: per tensor, those that decide first, the worst first.
         loss: (stock, swapped).
+        projected: `loss` is of a random projection of the output, which has no loss.
         judged: "float64", or "rounding" where stock could not run in float64.
         padding: names of outputs that differ in rows of padding, which neither the loss nor `ok`
             uses; if not ok, the loss uses such rows, and nothing else differs: "loss".
@@ -102,9 +103,10 @@ class Verification:
         not_run: tuple[str, ...] = (),
         dropout_off: str = "",
         shares: dict[str, float] | None = None,
+        projected: bool = False,
     ):
         self.deviations = sorted(deviations, key=_rank, reverse=True)
-        self.loss = loss
+        self.loss, self.projected = loss, projected
         self.judged = judged
         self.padding = padding
         self.kernels, self.larger_kernels = dict(calls.ours), dict(calls.larger)
@@ -132,6 +134,7 @@ class Verification:
             "judged": self.judged,
             "padding": list(self.padding),
             "loss": {"stock": self.loss[0], "swapped": self.loss[1]},
+            "projected": self.projected,
             "kernels": self.kernels,
             "larger_kernels": self.larger_kernels,
             "shares": self.shares,
@@ -141,7 +144,8 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        loss = f"loss {self.loss[1]:.7g} swapped, {self.loss[0]:.7g} stock"
+        name = "a random projection of the output" if self.projected else "loss"
+        loss = f"{name} {self.loss[1]:.7g} swapped, {self.loss[0]:.7g} stock"
         if self.ok is None:
             verdict = "cannot tell" if self._ran else "nothing to verify"
             return f"{verdict}: {self.reason}; {loss}{self._of_kernels()}"

@@ -26,13 +26,14 @@ import contextlib
 import copy
 import statistics
 import sys
+import types
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onepass._batch import arguments
+from onepass._batch import arguments, takes
 from onepass._ops import dispatch_log, small_calls
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
@@ -71,6 +72,11 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     changes = changes_of(report)
     args, kwargs = arguments(model, batch[0]) if len(batch) == 1 else (batch, {})
+    if loss_fn is None and isinstance(batch[-1] if batch else None, types.FunctionType):
+        if not takes(model, args, kwargs):
+            raise RuntimeError(
+                "verify: loss_fn must be given by its name, got a function by position"
+            )
     batch = (*args, kwargs)
     state = State(model, (change.module for change in changes))
     return state.around(lambda: _Pair(model, batch, loss_fn, changes, report._named).verdict())
@@ -137,8 +143,9 @@ class _Pair:
         self._check_pairing(swapped, stock)  # of the runs since
         losses = (stock.loss, swapped.loss)
         found = Verification(
-            deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares()
-        )
+            deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares(),
+            swapped.projected,
+        )  # fmt: skip
         return found, calls
 
     def _recorded(self) -> tuple[Run, CallCounts]:
