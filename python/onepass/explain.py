@@ -114,13 +114,16 @@ def _level_reason() -> str:
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
     """The modules that a swap would replace and that are still stock."""
     from onepass.swapping import swap
+    from onepass.swapping.sample import LEFT_OUT
 
     report = swap(module, dry_run=True)
-    would = [
-        {"name": entry["name"], "type": entry["from"], "reason": "not swapped: onepass.swap(model)"}
-        for entry in report.swapped
-        if entry["name"] not in report._earlier
-    ]
+    would = []
+    for entry in report.swapped:
+        name, kind = entry["name"], entry["kind"]
+        if (name, kind) not in report._earlier:
+            left = LEFT_OUT.get(module.get_submodule(name), {})
+            reason = left.get(kind, "not swapped: onepass.swap(model)")
+            would.append({"name": name, "type": entry["from"], "reason": reason})
     found = report.to_dict()
     return [*would, *found["skipped"], *found["unknown"]]
 

@@ -95,7 +95,7 @@ def test_a_kind_that_is_slower_is_left_out(costs, training):
     assert left.pop("unused") is Reason.NOT_CALLED
     assert {left[f"{name}.drop"] for name in ("small.0", "small.1", "large")} == {Reason.NO_GAIN}
     text = next(e["reason"] for e in report.skipped if e["name"] == "large.drop")
-    assert text.startswith("no gain on the sample: 0.50 [0.50-0.50] times")
+    assert text.startswith("dropout: no gain on the sample: 0.50 [0.50-0.50] times")
     step = "forward and backward" if training else "forward"
     assert report.notes[0].startswith(f"measured on the sample, {step}: 1.")
     assert report.notes[0].endswith("times as fast on this CPU, most of it norm")

@@ -18,7 +18,7 @@ from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Report, Restored
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
-from onepass.swapping.sample import Decision, keep_gains
+from onepass.swapping.sample import LEFT_OUT, Decision, keep_gains
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
 
 Given = ParamSpec("Given")
@@ -161,6 +161,8 @@ def swap(
     ]
     if not dry_run:
         journal.make(plan.edits())
+        for module, kind, reason in plan.kinds_left_out:
+            LEFT_OUT.setdefault(module, {})[kind] = reason
     return report
 
 
@@ -199,6 +201,8 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
     changed = {id(edit.owner) for edit in of_classes} | {id(item.module) for item in named}
     names = Restored(item.names[0] for item in found if id(item.module) in changed)
     journal.make(edits)
+    for item in found:
+        LEFT_OUT.pop(item.module, None)
     return names
 
 

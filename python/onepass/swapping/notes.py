@@ -101,7 +101,8 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
     """What was done, and what remains to be done by the user."""
     report, kinds = plan.report, _kinds(plan)
     if report._earlier:
-        yield f"{len(report._earlier)} of the swapped modules had been swapped before"
+        names = {name for name, _ in report._earlier}
+        yield f"{len(names)} of the swapped modules had been swapped before"
     root = wrapper(model)
     if not report.swapped and root and any(e["reason"].kind is root.kind for e in report.skipped):
         yield f"{NOTHING}: its root {root}"
@@ -113,11 +114,10 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
             yield "this build has attention for the CPU only: on a GPU torch's runs as before"
     yield from _note(_NEED_WEIGHTS, _asked_for_weights(plan))
     yield from by_name.notes(model, report)
-    losses = {entry["name"] for entry in report.swapped if entry["kind"] == "loss"}
     attached = [
         item.names[0]
         for item in plan.found
-        if ATTACHED in vars(item.module) and item.names[0] in losses & report._earlier
+        if ATTACHED in vars(item.module) and (item.names[0], "loss") in report._earlier
     ]
     if "loss" in kinds:
         yield from _note(_LAZY_LOGITS, _redirecting(plan, "loss_head"))

@@ -83,6 +83,7 @@ class Plan:
         classes: the classes to be set.
         named: the edits that give modules onepass's attention by name.
         left_out: what `leave_out` took out.
+        kinds_left_out: the same by (module, kind, reason).
         refused: entries of candidates that cannot be swapped, for `strict`.
         forced: names of modules that are swapped only because the user vouched for them.
         unproven: (name of a swapped module, why a function that it calls is not replaced).
@@ -107,6 +108,7 @@ class Plan:
         self.classes: list[ClassChange] = []
         self.named: list[Edit] = []
         self.left_out: list[LeftOut] = []
+        self.kinds_left_out: list[tuple[nn.Module, str, Because]] = []
         self.refused: list[dict[str, str]] = []
         self.forced: list[str] = []
         self.unproven: list[tuple[str, Because]] = []
@@ -146,13 +148,15 @@ class Plan:
     def leave_out(self, modules: set[int], reason: Because, by_name: bool) -> None:
         """Takes the changes of these modules, by id, out of the plan, and if asked all attention
         by name; they are listed as skipped."""
-        changes = [change for change in self.classes if id(change.module) in modules]
+        gone = {
+            (change.name, kind): self._items[id(change.module)]
+            for change in self.classes
+            if id(change.module) in modules
+            for kind in change.cls._onepass_to
+        }
         self.classes = [change for change in self.classes if id(change.module) not in modules]
-        items = [self._items[id(change.module)] for change in changes]
-        gone = {(change.name, kind): None for change in changes for kind in change.cls._onepass_to}
         if by_name:
-            items += [item for item, _ in self._wanted]
-            gone |= {(item.names[0], "attention"): None for item, _ in self._wanted}
+            gone |= {(item.names[0], "attention"): item for item, _ in self._wanted}
             self.report._named = [e for e in self.report._named if e not in self.named]
             self.named, self._wanted = [], []
         if not gone:
@@ -160,10 +164,11 @@ class Plan:
         self.report.swapped = [
             entry
             for entry in self.report.swapped
-            if (entry["name"], entry["kind"]) not in gone or entry["name"] in self.report._earlier
+            if (row := (entry["name"], entry["kind"])) not in gone or row in self.report._earlier
         ]
-        for item in items:
-            self._skip(item, reason)
+        for (_, kind), item in gone.items():
+            entry = self._skip(item, reason.kind.told(f"{kind}: {reason}"))
+            self.kinds_left_out.append((item.module, kind, entry["reason"]))
         names, kinds = (list(dict.fromkeys(column)) for column in zip(*gone, strict=True))
         self.left_out.append(LeftOut(names, kinds, by_name, reason.kind.name, str(reason)))
 
@@ -430,7 +435,7 @@ class Plan:
 
     def _list_earlier(self, item: Found, kind: str, original: type, to: str) -> None:
         self._listed.add((id(item.module), kind))
-        self.report._earlier.add(item.names[0])
+        self.report._earlier.add((item.names[0], kind))
         self.report.swapped.append(_entry(item.names[0], kind, original, to))
 
     def _skip(self, item: Found, reason: Because) -> dict[str, str]:

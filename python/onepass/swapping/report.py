@@ -56,7 +56,7 @@ class Report:
         self._changes: list[Change] = []
         self._named: list[Edit] = []  # of the configs by which modules take attention by name
         self._decision: Decision | None = None  # what a sample decided
-        self._earlier: set[str] = set()  # names of modules that ran on onepass before this call
+        self._earlier: set[tuple[str, str]] = set()  # (name, kind) of what ran before this call
 
     def _complete(self) -> list[str]:
         """Moves modules whose own attention turned out to be no `softmax(q k^T) v` to the skipped

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,10 @@ ROUNDS, MOST_ROUNDS = 5, 50  # as measure_pairs takes them
 MOST_CALLS = 4  # of a module, with different arguments
 STOCK, SWAPPED = "stock", "swapped"
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+# Why the last `swap(sample=)` of a module left it as it is, by kind; until `unswap`.
+LEFT_OUT: WeakKeyDictionary[nn.Module, dict[str, Because]] = WeakKeyDictionary()
 
 
 class Decision(NamedTuple):
