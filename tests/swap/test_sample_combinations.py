@@ -1,4 +1,4 @@
-"""`swap(sample=)`: whatever a sample leaves out, the report lists what runs, and unswap undoes it."""
+"""`swap(sample=)`: whatever it leaves out, the report lists what runs, and unswap undoes that."""
 
 import random
 

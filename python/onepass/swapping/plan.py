@@ -79,6 +79,7 @@ class Plan:
 
     Attributes:
         report: its lists are full, its notes are not.
+        kinds: those that were asked for.
         found: every module of the model.
         classes: the classes to be set.
         named: the edits that give modules onepass's attention by name.
@@ -114,7 +115,7 @@ class Plan:
         self.unproven: list[tuple[str, Because]] = []
         self.as_fast: list[Because] = []
         self.list_as_fast = list_as_fast
-        self._kinds, self._choice, self._probe = kinds, choice, probe
+        self.kinds, self._choice, self._probe = kinds, choice, probe
         self.lazy_logits = lazy_logits
         shared = _SHARED.get()
         self._verdicts: Verdicts = {} if shared is None else shared
@@ -139,6 +140,11 @@ class Plan:
             for item, _ in self._wanted
         ]
         self._list_unknown()
+
+    @property
+    def names_of_named(self) -> list[str]:
+        """Of the modules that get attention by name."""
+        return [item.names[0] for item, _ in self._wanted]
 
     def edits(self) -> list[Edit]:
         return [Edit(change.module, "__class__", change.cls) for change in self.classes] + (
@@ -175,7 +181,7 @@ class Plan:
     def _consider(self, item: Found) -> None:
         module, cls = item.module, type(item.module)
         if is_swapped(cls):
-            before = [kind for kind in cls._onepass_to if kind in self._kinds]
+            before = [kind for kind in cls._onepass_to if kind in self.kinds]
             for kind in before:
                 self._list_earlier(item, kind, cls._onepass_original, cls._onepass_to[kind])
             if self.lazy_logits and "loss_function" in getattr(cls, "_onepass_spec", ()):
@@ -187,7 +193,7 @@ class Plan:
                 change = Change(module, cls._onepass_original, cls)
                 self.report._changes.append(change)
         refusal = functools.cache(functools.partial(self._choice.refusal, item))
-        for match in matchers.matches(module, self._kinds):
+        for match in matchers.matches(module, self.kinds):
             self._consider_match(item, match, refusal)
             if self._is_replaced(module):
                 return

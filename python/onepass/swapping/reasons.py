@@ -101,6 +101,9 @@ class Reason(enum.Enum):
     NOT_CALLED = "not called on the sample"
     NO_GAIN = "no gain on the sample: {} times as fast"
     NO_GAIN_IN_ALL = "no gain on the sample: all that gains alone is {} times as fast together"
+    TOO_NOISY = "too noisy to tell: {} times as fast"
+    TOO_NOISY_IN_ALL = "too noisy to tell: all that gains alone is {} times as fast together"
+    NOT_CHOSEN = "not in the choice"
     HOLDS_KEPT = "holds {!r}, which keeps its {} as it is"
 
     # Texts of the probe and of the integrations, which name figures and versions.

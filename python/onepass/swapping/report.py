@@ -82,6 +82,20 @@ class Report:
             "notes": notes,
         }
 
+    @property
+    def choice(self) -> dict[str, list]:
+        """What was swapped, and what a sample left out, as plain JSON-able data: for
+        `onepass.swap(model, choice=)`, which does the same without measuring, in another process
+        or when a run is resumed.
+
+        Examples:
+            >>> report = onepass.swap(torch.nn.LayerNorm(64))
+            >>> again = onepass.swap(torch.nn.LayerNorm(64), choice=report.choice)
+            >>> again.swapped == report.swapped
+            True
+        """
+        return self._decision.to_dict()
+
     def summary(self) -> str:
         """One line for a log: the number of swapped modules by kind, and the skipped candidates
         with reasons."""
