@@ -46,7 +46,11 @@ X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 def test_kernels_are_listed():
     result = onepass.swap(Norm()).verify(X)
-    assert result.ok and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
+    assert (
+        result
+        and result.ok is True
+        and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
+    )
     assert result.larger_kernels == {} and result.not_run == ()
     assert 0.0 < result.shares["layer_norm"] <= 1.0
     share = f"{result.shares['layer_norm']:.2g} of its bound"
@@ -100,7 +104,7 @@ def test_without_a_kernel_there_is_nothing_to_verify():
     for model in (nn.Sequential(nn.Conv1d(4, 4, 1)), nn.Sequential(nn.Linear(64, 8))):
         report = onepass.swap(model, kinds=("norm",))
         result = report.verify(X)
-        assert result.ok is None and result.reason == "no kernel of onepass ran"
+        assert not result and result.ok is None and result.reason == "no kernel of onepass ran"
         assert str(result).startswith("nothing to verify: no kernel of onepass ran; loss ")
         assert json.loads(json.dumps(result.to_dict()))["ok"] is None
 
@@ -110,7 +114,7 @@ def test_a_difference_without_a_kernel_is_a_difference(monkeypatch):
     wrong = lambda self, x: 1.1 * self.weight * x + self.bias  # noqa: E731
     monkeypatch.setattr(classes.LayerNormForward, "forward", wrong)
     result = report.verify(X)
-    assert result.ok is False and result.kernels == {}
+    assert not result and result.ok is False and result.kernels == {}
 
 
 def test_swapped_modules_that_are_not_called_are_named():

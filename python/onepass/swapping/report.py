@@ -132,8 +132,8 @@ class Report:
                 projection of it, and outputs decide too.
 
         Returns:
-            Verification: prints as one line; `ok`, `reason`, `worst` (name), `kernels`, `padding`,
-            `dropout_off`, `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and
+            Verification: prints as one line, and is true if `ok` is True; `ok`, `reason`, `worst`
+            (name), `kernels`, `padding`, `dropout_off`, `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and
             gradients have no digits. Calls that are too small to gain are also verified as in a
             larger batch.
 

@@ -71,7 +71,7 @@ class CallCounts:
 
 
 class Verification:
-    """The result of `Report.verify`; prints as one line.
+    """The result of `Report.verify`; prints as one line, and is true if `ok` is True.
 
     Attributes:
         ok: all deciding tensors are as close to the reference as the rule requires; None if that
@@ -118,6 +118,9 @@ class Verification:
     @property
     def ok(self) -> bool | None:
         return None if self.reason else all_close(self.deviations)
+
+    def __bool__(self) -> bool:
+        return self.ok is True
 
     @property
     def worst(self) -> str:

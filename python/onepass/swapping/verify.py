@@ -102,7 +102,8 @@ class _Pair:
         if not calls.small or found.ok is False:
             return found
         with small_calls.all_gain():
-            return self._judged(calls)[0] or found
+            again, _ = self._judged(calls)
+        return found if again is None else again
 
     def _judged(self, before: CallCounts | None = None) -> tuple[Verification | None, CallCounts]:
         """The verdict in the model's own mode, or in eval mode if stock cannot have swapped's
