@@ -38,6 +38,7 @@ from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.foreign import eps_of as foreign_eps
 from onepass.swapping.kernels import Kernels, free_memory
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.runs import Run, distances, run
@@ -352,8 +353,9 @@ def _in_double(model: nn.Module, changes: list[Change]) -> nn.Module | None:
             cls = swapped.get(id(module))
             # A forced norm is judged by the original's forward: its formula is in question.
             foreign = cls is not None and issubclass(cls, ForeignNormForward)
-            if foreign and not cls._onepass_spec.forced:
-                twin.forward = _formula(twin, cls._onepass_spec)
+            spec = cls._onepass_spec if foreign else None
+            if foreign and not spec.forced and foreign_eps(twin, spec) is not None:
+                twin.forward = _formula(twin, spec)
     except Exception:  # of foreign classes
         return None
     return double
@@ -361,7 +363,7 @@ def _in_double(model: nn.Module, changes: list[Change]) -> nn.Module | None:
 
 def _formula(twin: nn.Module, spec) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
-        weight, eps = getattr(twin, spec.weight), getattr(twin, spec.eps)
+        weight, eps = getattr(twin, spec.weight), foreign_eps(twin, spec)
         shape = (weight.shape[0],)
         if spec.kind != NormKind.RMS:
             bias = None if spec.bias is None else getattr(twin, spec.bias)
