@@ -19,6 +19,8 @@ from onepass import _C
 from onepass._batch import arguments
 from onepass._ops import dispatch_log
 
+_NOT_SWAPPED = "not swapped: onepass.swap(model)"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -112,19 +114,31 @@ def _level_reason() -> str:
 
 
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
-    """The modules that a swap would replace and that are still stock."""
-    from onepass.swapping import swap
+    """The modules that a swap would replace, or would have replaced before torch.compile, and that
+    are still stock; and those whose compiled code is."""
+    from onepass.swapping import by_hand, matchers
+    from onepass.swapping.plan import Plan
     from onepass.swapping.sample import LEFT_OUT
+    from onepass.swapping.walk import COMPILERS, Choice, walk
 
-    report = swap(module, dry_run=True)
-    would = []
-    for entry in report.swapped:
+    options = Choice(None, None, None, None)
+    plan = Plan(module, matchers.KINDS, options, True, True, False, False, into_compiled=True)
+    compiled = {
+        item.names[0]
+        for item in walk(module)
+        if any(because.kind in COMPILERS for because in item.wrapped)
+    }
+    found, would = plan.report.to_dict(), []
+    for entry in plan.report.swapped:
         name, kind = entry["name"], entry["kind"]
-        if (name, kind) not in report._earlier:
-            left = LEFT_OUT.get(module.get_submodule(name), {})
-            reason = left.get(kind, "not swapped: onepass.swap(model)")
+        part, reason = module.get_submodule(name), ""
+        if (name, kind) not in plan.report._earlier:
+            advice = _NOT_SWAPPED + " before torch.compile" * (name in compiled)
+            reason = LEFT_OUT.get(part, {}).get(kind, advice)
+        elif kind == "attention" and name in compiled and by_hand.is_lost_in_graphs(part):
+            reason = by_hand.IN_COMPILED
+        if reason:
             would.append({"name": name, "type": entry["from"], "reason": reason})
-    found = report.to_dict()
     return [*would, *found["skipped"], *found["unknown"]]
 
 

@@ -102,9 +102,10 @@ class Plan:
         dry_run: bool,
         list_as_fast: bool,
         lazy_logits: bool,
+        into_compiled: bool = False,
     ):
         self.report = Report(model, dry_run=dry_run)
-        self.found = walk(model)
+        self.found = walk(model, into_compiled)
         self._items = {id(item.module): item for item in self.found}
         self.classes: list[ClassChange] = []
         self.named: list[Edit] = []

@@ -44,7 +44,9 @@ class Reason(enum.Enum):
     LOGITS_BEFORE = "its logits are made at once since an earlier swap or attach; undo that first"
     CHANGED = "its class was changed after a swap"
     BATCH_NORM = "normalises over the batch or positions, with statistics"
-    GROUP_NORM = "without silu after it torch is as fast at group norm in {}"
+    GROUP_NORM = (
+        "no silu was found after it in a Sequential; alone torch is as fast at group norm in {}"
+    )
     RESPONSE_NORM = "normalises over neighbouring channels"
     CHECKPOINTS = (
         "checkpoints inside its forward, whose recomputation would run torch's {}; checkpoint "
