@@ -11,12 +11,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from onepass import _C
-from onepass._batch import arguments
+from onepass._batch import arguments, named_in_errors
 from onepass._ops import dispatch_log
 
 _NOT_SWAPPED = "not swapped: onepass.swap(model)"
@@ -91,13 +92,15 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     if not callable(fn_or_module):
         kind = type(fn_or_module).__name__
         raise TypeError(f"explain: fn_or_module must be callable, got {kind}")
-    if isinstance(fn_or_module, torch.nn.Module) and len(args) == 1 and not kwargs:
+    is_module = isinstance(fn_or_module, torch.nn.Module)
+    if is_module and len(args) == 1 and not kwargs:
         args, kwargs = arguments(fn_or_module, args[0])
-    with dispatch_log.record() as records:
+    telling = named_in_errors("explain", fn_or_module, args, kwargs) if is_module else nullcontext()
+    with telling, dispatch_log.record() as records:
         fn_or_module(*args, **kwargs)
     counts = Counter(tuple(record.items()) for record in records)
     calls = [{**dict(items), "count": count} for items, count in counts.items()]
-    stock = _stock_modules(fn_or_module) if isinstance(fn_or_module, torch.nn.Module) else []
+    stock = _stock_modules(fn_or_module) if is_module else []
     return Explanation(calls, _level_reason(), stock)
 
 

@@ -105,7 +105,9 @@ def test_without_a_kernel_there_is_nothing_to_verify():
         report = onepass.swap(model, kinds=("norm",))
         result = report.verify(X)
         assert not result and result.ok is None and result.reason == "no kernel of onepass ran"
-        assert str(result).startswith("nothing to verify: no kernel of onepass ran; loss ")
+        assert str(result).startswith(
+            "nothing to verify: no kernel of onepass ran; random projection "
+        )
         assert json.loads(json.dumps(result.to_dict()))["ok"] is None
 
 
@@ -189,3 +191,52 @@ def test_a_bound_as_large_as_the_values_is_none():
     chaos = lambda y: torch.sin(1e9 * y)  # noqa: E731
     result = onepass.swap(Norm(chaos)).verify(X)
     assert result.ok is None and "no larger than stock's own error" in result.reason
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+class Scaled(Norm):
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
+def test_a_batch_by_keywords():
+    report = onepass.swap(Scaled())
+    assert report.verify(x=X, scale=2.0) and report.verify(X, scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("verify", lambda model, x: onepass.swap(model).verify(x)),
+        ("explain", lambda model, x: onepass.explain(model, x)),
+        ("swap with a sample", lambda model, x: onepass.swap(model, sample=x)),
+    ],
+)
+def test_a_batch_that_forward_does_not_take_is_one_sentence(op, call):
+    expected = rf"{op}: batch must be what forward takes, \(x, scale\), got \(Tensor\)"
+    with pytest.raises(TypeError, match=expected):
+        call(Scaled(), X)
+
+
+def test_a_type_error_of_the_models_own_stays():
+    def fail(y):
+        raise TypeError("of the model's own")
+
+    with pytest.raises(TypeError, match="^of the model's own"):
+        onepass.explain(Norm(fail), X)
+
+
+def test_what_stands_for_a_loss_is_named():
+    report = onepass.swap(Norm())
+    result = report.verify(X)
+    assert str(result).startswith("same: random projection ") and result.of_projection
+    result = report.verify(X, loss_fn=lambda y: y.mean())
+    assert str(result).startswith("same: loss ") and not result.to_dict()["of_projection"]
+
+
+def test_dropout_is_counted_in_the_backward_too():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1))
+    text = str(onepass.swap(model).verify(X))
+    assert "2 x dropout" in text and ", backward too" in text

@@ -112,7 +112,7 @@ class Report:
         verb = "would swap" if self.dry_run else "swapped"
         return f"onepass.swap: {verb} {len(self.swapped)}"
 
-    def verify(self, *batch, loss_fn=None):
+    def verify(self, *batch, loss_fn=None, **named):
         """Runs the model stock and swapped on one batch and compares output, loss and gradients.
 
         Both run in the mode that the model is in, under the autocast that is active, with gradients
@@ -126,6 +126,7 @@ class Report:
             batch: the model's positional arguments, or one batch: a dict or a tokenizer's result is
                 passed as keywords, a tuple or list item by item, unless forward requires one
                 argument alone and cannot be called like that.
+            named: the model's arguments by keyword.
             loss_fn: takes the model's output and returns a scalar tensor; it and the gradients, if
                 there are any, then decide, and other outputs are only listed. Without it
                 the loss is the output's `loss`, or the scalar in it, or else a fixed random
@@ -139,12 +140,13 @@ class Report:
             larger batch.
 
         Raises:
+            TypeError: forward does not take the batch.
             RuntimeError: the model is on the meta device, or its classes have changed; the report
                 is of a dry run, or a copy.
         """
         from onepass.swapping.verify import verify
 
-        return verify(self, batch, loss_fn)
+        return verify(self, batch, loss_fn, named)
 
     def details(self) -> str:
         """The report with all of every note."""

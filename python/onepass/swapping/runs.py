@@ -23,6 +23,7 @@ class Run(NamedTuple):
     tensors: dict[str, Tensor]  # "output", "output 1", ..., "loss", "gradient of NAME"
     unseen: dict[str, Tensor]  # of outputs: (batch, seq), rows of padding that no loss looks at
     random: Random  # the random state at the end
+    of_projection: bool = False  # the loss is a random projection of the output
 
     def visible(self, unseen: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, with zeros in the rows that do not count."""
@@ -105,6 +106,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
             if leaves[name].requires_grad:
                 leaves[name].register_hook(functools.partial(_without, rows=rows))
     tensors = {name: leaf.detach() for name, leaf in leaves.items()}
+    projected = False
     if loss_fn is not None:
         loss = _checked(loss_fn(output))
         tensors["loss"] = loss.detach()
@@ -113,11 +115,11 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
             f"verify: model must return floating-point tensors, got {type(output).__name__}"
         )
     elif (loss := _loss(output, list(leaves.values()))) is None:
-        loss, hide = _projection(leaves, padding), True
+        loss, hide, projected = _projection(leaves, padding), True, True
     looked_at = {name: leaves[name] for name in padding if not hide and leaves[name].requires_grad}
     wanted = {**named, **inputs}
     if not (loss.requires_grad and (wanted or looked_at)):
-        return Run(float(loss.detach()), tensors, padding, Random(model))
+        return Run(float(loss.detach()), tensors, padding, Random(model), projected)
     of = [*wanted.values(), *looked_at.values()]
     gradients = iter(torch.autograd.grad(loss, of, allow_unused=True))
     for name, value in wanted.items():
@@ -130,7 +132,7 @@ def _forward_backward(model, batch, loss_fn, moved, hide: bool) -> Run:
         name: rows & ~(seen[name] != 0).flatten(2).any(-1) if name in seen else rows
         for name, rows in padding.items()
     }
-    return Run(float(loss.detach()), tensors, unseen, Random(model))
+    return Run(float(loss.detach()), tensors, unseen, Random(model), projected)
 
 
 def _checked(loss: object) -> Tensor:

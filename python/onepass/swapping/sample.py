@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onepass._batch import arguments
+from onepass._batch import arguments, named_in_errors
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, LeftOut, Plan
 from onepass.swapping.reasons import Because, Reason
@@ -150,7 +150,8 @@ def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
             f"swap: sample needs {error.name}, which is missing: pip install 'onepass[tools]'"
         ) from None
     state = State(model, (change.module for change in plan.classes))
-    return state.around(lambda: _Measurement(plan, model, sample).decide())
+    with named_in_errors("swap with a sample", model, *Call.of(model, sample)):
+        return state.around(_Measurement(plan, model, sample).decide)
 
 
 class _Measurement:

@@ -80,6 +80,7 @@ class Verification:
         worst: name of the tensor that comes closest to its bound, or exceeds it by most.
         deviations: per tensor, those that decide first, the worst first.
         loss: (stock, swapped).
+        of_projection: whether that is a fixed random projection of the output, which has no loss.
         judged: "float64", or "rounding" where stock could not run in float64.
         padding: names of outputs that differ in rows of padding, which neither the loss nor `ok`
             uses; if not ok, the loss uses such rows, and nothing else differs: "loss".
@@ -102,9 +103,10 @@ class Verification:
         not_run: tuple[str, ...] = (),
         dropout_off: str = "",
         shares: dict[str, float] | None = None,
+        of_projection: bool = False,
     ):
         self.deviations = sorted(deviations, key=_rank, reverse=True)
-        self.loss = loss
+        self.loss, self.of_projection = loss, of_projection
         self.judged = judged
         self.padding = padding
         self.kernels, self.larger_kernels = dict(calls.ours), dict(calls.larger)
@@ -135,6 +137,7 @@ class Verification:
             "judged": self.judged,
             "padding": list(self.padding),
             "loss": {"stock": self.loss[0], "swapped": self.loss[1]},
+            "of_projection": self.of_projection,
             "kernels": self.kernels,
             "larger_kernels": self.larger_kernels,
             "shares": self.shares,
@@ -144,7 +147,8 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        loss = f"loss {self.loss[1]:.7g} swapped, {self.loss[0]:.7g} stock"
+        what = "random projection" if self.of_projection else "loss"
+        loss = f"{what} {self.loss[1]:.7g} swapped, {self.loss[0]:.7g} stock"
         if self.ok is None:
             verdict = "cannot tell" if self._ran else "nothing to verify"
             return f"{verdict}: {self.reason}; {loss}{self._of_kernels()}"
@@ -188,11 +192,13 @@ class Verification:
 
 
 def _counted(calls: dict[str, int], shares: dict[str, float] | None = None) -> str:
-    """Without backwards, which every call of a training step has."""
+    """Without backwards, which every call of a training step has; that of dropout is dropout."""
     forward = {name: count for name, count in calls.items() if "_backward" not in name}
+    with_backward = {"dropout": ", backward too"} if len(forward) < len(calls) else {}
     of_bound = {name: f" ({share:.2g} of its bound)" for name, share in (shares or {}).items()}
     return ", ".join(
-        f"{count} x {name}{of_bound.get(name, '')}" for name, count in (forward or calls).items()
+        f"{count} x {name}{of_bound.get(name, '')}{with_backward.get(name, '')}"
+        for name, count in (forward or calls).items()
     )
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onepass._batch import arguments
+from onepass._batch import arguments, named_in_errors
 from onepass._ops import dispatch_log, small_calls
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
@@ -61,7 +61,9 @@ _FEWEST_PAIRS, _MOST_PAIRS = 3, 11
 _HOPELESS = 4.0
 
 
-def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
+def verify(
+    report, batch: tuple, loss_fn: Callable | None, named: dict[str, object]
+) -> Verification:
     """See `onepass.swapping.Report.verify`."""
     model = report._model
     if report.dry_run:
@@ -71,10 +73,11 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     changes = changes_of(report)
-    args, kwargs = arguments(model, batch[0]) if len(batch) == 1 else (batch, {})
-    batch = (*args, kwargs)
+    args, kwargs = arguments(model, batch[0]) if len(batch) == 1 and not named else (batch, named)
     state = State(model, (change.module for change in changes))
-    return state.around(lambda: _Pair(model, batch, loss_fn, changes, report._named).verdict())
+    pair = _Pair(model, (*args, kwargs), loss_fn, changes, report._named)
+    with named_in_errors("verify", model, args, kwargs):
+        return state.around(pair.verdict)
 
 
 class _Pair:
@@ -139,8 +142,9 @@ class _Pair:
         self._check_pairing(swapped, stock)  # of the runs since
         losses = (stock.loss, swapped.loss)
         found = Verification(
-            deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares()
-        )
+            deviations, losses, judged, padding, calls, not_run, self.dropout_off, self._shares(),
+            swapped.of_projection,
+        )  # fmt: skip
         return found, calls
 
     def _recorded(self) -> tuple[Run, CallCounts]:
