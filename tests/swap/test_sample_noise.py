@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -70,6 +71,22 @@ def test_a_step_that_is_too_noisy_is_told(timings):
     assert not report.swapped and not timings
     assert [entry["reason"].kind for entry in report.skipped] == [Reason.TOO_NOISY_IN_ALL]
     assert report.notes[0].startswith("the machine is busy: 1 of 2 measurements")
+
+
+@pytest.mark.parametrize(("threads", "now"), [(1, time.thread_time), (2, time.perf_counter)])
+def test_one_thread_is_timed_by_its_own_time(monkeypatch, threads, now):
+    """So that other programs do not count."""
+    clocks = []
+
+    def measured(functions, *, clock, **_):
+        clocks.append(clock.now)
+        times = {name: STEADY for name in functions}
+        return Timing(times, dict.fromkeys(functions, 1), dict.fromkeys(functions, 0.0))
+
+    monkeypatch.setattr("onepass.bench.harness.measure_pairs", measured)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    swap(net())
+    assert clocks == [now]
 
 
 @pytest.fixture

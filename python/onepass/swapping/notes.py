@@ -114,6 +114,7 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
         if "attention" in kinds and not matchers.has_kernels("cuda", "attention"):
             yield "this build has attention for the CPU only: on a GPU torch's runs as before"
     yield from _note(_NEED_WEIGHTS, _asked_for_weights(plan))
+    yield from _note(_COMPILED_BY_HAND, _redirecting(plan, "attention_by_hand"))
     yield from by_name.notes(model, report)
     attached = [
         item.names[0]
@@ -177,7 +178,6 @@ def _of_costs(plan: Plan) -> Iterator[str]:
         yield f"{_REDIRECTION}: {small_calls.ATTENTION_NOTE}"
     elif calling:
         yield _REDIRECTION
-    yield from _note(_COMPILED_BY_HAND, _redirecting(plan, "attention_by_hand"))
     dispatching = [
         change.name
         for change in plan.classes
