@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
@@ -41,6 +42,22 @@ def _takes_it_whole(
         return False
     given, one = (None,) * (is_method + count), (None,) * (is_method + 1)
     return not binds(signature, given, dict.fromkeys(names)) and binds(signature, one, {})
+
+
+@contextlib.contextmanager
+def named_in_errors(op: str, model: nn.Module, args: tuple, kwargs: Mapping) -> Iterator[None]:
+    """Where a call of the model with these arguments fails in the block because forward does not
+    take them, the error names `op` and what forward takes."""
+    try:
+        yield
+    except TypeError as error:
+        if takes(model, args, dict(kwargs)):
+            raise
+        taken = ", ".join(inspect.signature(model.forward).parameters)
+        given = ", ".join([type(x).__name__ for x in args] + [f"{name}=" for name in kwargs])
+        raise TypeError(
+            f"{op}: batch must be what forward takes, ({taken}), got ({given})"
+        ) from error
 
 
 def call(model: nn.Module, batch: object) -> object:

@@ -11,13 +11,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from onepass import _C
-from onepass._batch import arguments
+from onepass._batch import arguments, named_in_errors
 from onepass._ops import dispatch_log
+
+_NOT_SWAPPED = "not swapped: onepass.swap(model)"
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,15 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     if not callable(fn_or_module):
         kind = type(fn_or_module).__name__
         raise TypeError(f"explain: fn_or_module must be callable, got {kind}")
-    if isinstance(fn_or_module, torch.nn.Module) and len(args) == 1 and not kwargs:
+    is_module = isinstance(fn_or_module, torch.nn.Module)
+    if is_module and len(args) == 1 and not kwargs:
         args, kwargs = arguments(fn_or_module, args[0])
-    with dispatch_log.record() as records:
+    telling = named_in_errors("explain", fn_or_module, args, kwargs) if is_module else nullcontext()
+    with telling, dispatch_log.record() as records:
         fn_or_module(*args, **kwargs)
     counts = Counter(tuple(record.items()) for record in records)
     calls = [{**dict(items), "count": count} for items, count in counts.items()]
-    stock = _stock_modules(fn_or_module) if isinstance(fn_or_module, torch.nn.Module) else []
+    stock = _stock_modules(fn_or_module) if is_module else []
     return Explanation(calls, _level_reason(), stock)
 
 
@@ -112,16 +117,31 @@ def _level_reason() -> str:
 
 
 def _stock_modules(module: torch.nn.Module) -> list[dict]:
-    """The modules that a swap would replace and that are still stock."""
-    from onepass.swapping import swap
+    """The modules that a swap would replace, or would have replaced before torch.compile, and that
+    are still stock; and those whose compiled code is."""
+    from onepass.swapping import by_hand, matchers
+    from onepass.swapping.plan import Plan
+    from onepass.swapping.sample import LEFT_OUT
+    from onepass.swapping.walk import COMPILERS, Choice, walk
 
-    report = swap(module, dry_run=True)
-    would = [
-        {"name": entry["name"], "type": entry["from"], "reason": "not swapped: onepass.swap(model)"}
-        for entry in report.swapped
-        if entry["name"] not in report._earlier
-    ]
-    found = report.to_dict()
+    options = Choice(None, None, None, None)
+    plan = Plan(module, matchers.KINDS, options, True, True, False, False, into_compiled=True)
+    compiled = {
+        item.names[0]
+        for item in walk(module)
+        if any(because.kind in COMPILERS for because in item.wrapped)
+    }
+    found, would = plan.report.to_dict(), []
+    for entry in plan.report.swapped:
+        name, kind = entry["name"], entry["kind"]
+        part, reason = module.get_submodule(name), ""
+        if (name, kind) not in plan.report._earlier:
+            advice = _NOT_SWAPPED + " before torch.compile" * (name in compiled)
+            reason = LEFT_OUT.get(part, {}).get(kind, advice)
+        elif kind == "attention" and name in compiled and by_hand.is_lost_in_graphs(part):
+            reason = by_hand.IN_COMPILED
+        if reason:
+            would.append({"name": name, "type": entry["from"], "reason": reason})
     return [*would, *found["skipped"], *found["unknown"]]
 
 

@@ -100,8 +100,10 @@ def test_a_choice_is_repeated_by_the_names_of_modules():
     settings = settings_of("--auto", "--kinds", "norm")
     left = LeftOut(["0", "9"], ["norm"], False, "NO_GAIN", NO_GAIN)
     swapped = []
-    for chosen in (sample.Decision([left], []), sample.Decision([], [GAIN])):
-        found = Settings.from_dict(settings.task() | {"decision": [*chosen]}, "").swap(model()[0])
+    norms = [["0", "norm"], ["2", "norm"]]
+    for chosen in (sample.Decision(norms[1:], [left], []), sample.Decision(norms, [], [GAIN])):
+        found = Settings.from_dict(settings.task() | {"decision": chosen.to_dict()}, "")
+        found = found.swap(model()[0])
         swapped.append([entry["name"] for entry in found.swapped])
     assert swapped == [["2"], ["0", "2"]]
 
@@ -112,7 +114,8 @@ def test_nothing_is_decided_without_the_flag():
 
 
 def test_nothing_gains():
-    decision = sample.Decision([LeftOut(["a.0", "a.1"], ["norm"], False, "NO_GAIN", NO_GAIN)], [])
+    left = LeftOut(["a.0", "a.1"], ["norm"], False, "NO_GAIN", NO_GAIN)
+    decision = sample.Decision([], [left], [])
     assert report.auto_lines(decision) == [
         "--auto: measured on the batch: nothing gains.",
         f"  left out, norm of a.*: {NO_GAIN}",

@@ -285,3 +285,12 @@ def test_complex_parameters_are_refused(name):
     with pytest.raises(RuntimeError, match="params must be floating point tensors, got .*complex"):
         onepass.optim.fuse(old)
     assert "step" not in vars(old)
+
+
+def test_the_options_are_printed():
+    params = [torch.nn.Parameter(torch.ones(2))]
+    plain = torch.optim.AdamW(params)
+    assert repr(onepass.optim.fuse(torch.optim.AdamW(params))) == repr(plain)
+    printed = repr(onepass.optim.fuse(torch.optim.AdamW(params), max_grad_norm=1, master="fp32"))
+    added = "Options\n    master: fp32\n    max_grad_norm: 1.0\n)"
+    assert printed == repr(plain).removesuffix(")") + added

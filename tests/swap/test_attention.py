@@ -389,7 +389,7 @@ def test_need_weights_is_said_where_a_caller_may_ask_for_them():
         return [note for note in onepass.swap(model).notes if "need_weights" in note]
 
     (note,) = said(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "encoder": transformer()}))
-    assert note.startswith("a: pass need_weights=False")
+    assert note.startswith("a: only calls with need_weights=False gain")
     assert not said(transformer())
     model = nn.MultiheadAttention(16, 2, batch_first=True)
     onepass.swap(model)

@@ -381,12 +381,14 @@ def test_report():
     for dry_run in (True, False):
         report = onepass.swap(model, kinds=("attention",), dry_run=dry_run)
         assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
-        assert "a, b, c: softmax(q k^T) v by hand, if it runs, becomes one call" in str(report)
+        assert "a, b, c: softmax(q k^T) v by hand becomes one call of attention, once" in str(
+            report
+        )
     x = tokens()
     for module in model.values():
         module(x)
     text = str(report)
-    assert "c: softmax(q k^T) v by hand, if it runs" in text
+    assert "c: softmax(q k^T) v by hand becomes one call" in text
     assert [entry["name"] for entry in report.swapped] == ["a", "c"]
     reason = "computes attention by hand, and runs as it was written: its scores are read by max"
     assert [(e["name"], e["reason"]) for e in report.skipped] == [("b", reason)]

@@ -82,7 +82,7 @@ REFUSED = [
     ("cohere", "CohereLayerNorm", ((2, COLS),), "its weight must have 1 dimension"),
     ("detr", "DetrFrozenBatchNorm2d", (COLS,), "keeps buffers: weight, bias, running_mean"),
     ("falcon_mamba", "FalconMambaWeightlessRMSNorm", (COLS,), "keeps buffers: weight"),
-    ("poolformer", "PoolFormerGroupNorm", (COLS,), "without silu after it torch is as fast"),
+    ("poolformer", "PoolFormerGroupNorm", (COLS,), "no silu was found after it"),
     ("squeezebert", "SqueezeBertLayerNorm", (COLS,), "fails on a 2-D float32 input"),
     ("eomt", "EomtLayerNorm2d", (COLS,), "fails on a 2-D float32 input"),
     (

@@ -95,7 +95,7 @@ def test_a_kind_that_is_slower_is_left_out(costs, training):
     assert left.pop("unused") is Reason.NOT_CALLED
     assert {left[f"{name}.drop"] for name in ("small.0", "small.1", "large")} == {Reason.NO_GAIN}
     text = next(e["reason"] for e in report.skipped if e["name"] == "large.drop")
-    assert text.startswith("no gain on the sample: 0.50 [0.50-0.50] times")
+    assert text.startswith("dropout: no gain on the sample: 0.50 [0.50-0.50] times")
     step = "forward and backward" if training else "forward"
     assert report.notes[0].startswith(f"measured on the sample, {step}: 1.")
     assert report.notes[0].endswith("times as fast on this CPU, most of it norm")
@@ -283,8 +283,10 @@ def test_kinds_of_one_module_are_left_out_apart(kind):
     (left,) = plan.left_out
     assert left.names == ["model.layers.0.self_attn"] and left.kinds == [kind]
     (kept,) = {"rotary", "attention"} - {kind}
-    decision = sample.Decision.from_json(json.loads(json.dumps([plan.left_out, []])))
-    report = onepass.swap(model, kinds=("rotary", "attention"), sample=decision)
+    taken = [[left.names[0], kept]]
+    choice = sample.Decision(taken, plan.left_out, []).to_dict()
+    choice = json.loads(json.dumps(choice))
+    report = onepass.swap(model, kinds=("rotary", "attention"), choice=choice)
     assert kinds_of(plan.report) == kinds_of(report) == {left.names[0]: kept}
     assert plan.report.skipped == report.skipped
 
@@ -295,7 +297,7 @@ def test_a_decision_is_repeated_for_another_copy(costs, monkeypatch):
     measured = onepass.swap(Net(), sample=batch(), dry_run=True, **options)
     monkeypatch.setattr(sample, "_Measurement", None)
     model = Net()
-    repeated = onepass.swap(model, sample=measured._decision, **options)
+    repeated = onepass.swap(model, choice=measured.choice, **options)
     assert repeated.to_dict() == measured.to_dict() and reasons_of(repeated) == reasons_of(measured)
     assert isinstance(model.large.norm, Swapped) and type(model.large.drop) is nn.Dropout
 

@@ -459,7 +459,7 @@ def tensor_subclass():
         (tensor_subclass, "its weight is a Tagged"),
         (lambda: nn.BatchNorm1d(8), "normalises over the batch or positions"),
         (lambda: nn.InstanceNorm1d(8), "normalises over the batch or positions"),
-        (lambda: nn.GroupNorm(1, 8), "without silu after it torch is as fast at group norm"),
+        (lambda: nn.GroupNorm(1, 8), "no silu was found after it in a Sequential; alone"),
         (lambda: nn.LocalResponseNorm(2), "normalises over neighbouring channels"),
         (lambda: Gated(8), "its forward takes (x, gate=None), not exactly one tensor"),
         (lambda: SpatialDropout(0.1), "a subclass of torch.nn.Dropout"),

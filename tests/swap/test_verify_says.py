@@ -71,7 +71,11 @@ def test_a_loss_function_by_position():
 
 def test_kernels_are_listed():
     result = onepass.swap(Norm()).verify(X)
-    assert result.ok and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
+    assert (
+        result
+        and result.ok is True
+        and result.kernels == {"layer_norm": 1, "layer_norm_backward": 1}
+    )
     assert result.larger_kernels == {} and result.not_run == ()
     assert 0.0 < result.shares["layer_norm"] <= 1.0
     share = f"{result.shares['layer_norm']:.2g} of its bound"
@@ -125,7 +129,7 @@ def test_without_a_kernel_there_is_nothing_to_verify():
     for model in (nn.Sequential(nn.Conv1d(4, 4, 1)), nn.Sequential(nn.Linear(64, 8))):
         report = onepass.swap(model, kinds=("norm",))
         result = report.verify(X)
-        assert result.ok is None and result.reason == "no kernel of onepass ran"
+        assert not result and result.ok is None and result.reason == "no kernel of onepass ran"
         assert str(result).startswith(
             "nothing to verify: no kernel of onepass ran; a random projection "
         )
@@ -137,7 +141,7 @@ def test_a_difference_without_a_kernel_is_a_difference(monkeypatch):
     wrong = lambda self, x: 1.1 * self.weight * x + self.bias  # noqa: E731
     monkeypatch.setattr(classes.LayerNormForward, "forward", wrong)
     result = report.verify(X)
-    assert result.ok is False and result.kernels == {}
+    assert not result and result.ok is False and result.kernels == {}
 
 
 def test_swapped_modules_that_are_not_called_are_named():
@@ -212,3 +216,44 @@ def test_a_bound_as_large_as_the_values_is_none():
     chaos = lambda y: torch.sin(1e9 * y)  # noqa: E731
     result = onepass.swap(Norm(chaos)).verify(X)
     assert result.ok is None and "no larger than stock's own error" in result.reason
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+class Scaled(Norm):
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
+def test_a_batch_by_keywords():
+    report = onepass.swap(Scaled())
+    assert report.verify(x=X, scale=2.0) and report.verify(X, scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("verify", lambda model, x: onepass.swap(model).verify(x)),
+        ("explain", lambda model, x: onepass.explain(model, x)),
+        ("swap with a sample", lambda model, x: onepass.swap(model, sample=x)),
+    ],
+)
+def test_a_batch_that_forward_does_not_take_is_one_sentence(op, call):
+    expected = rf"{op}: batch must be what forward takes, \(x, scale\), got \(Tensor\)"
+    with pytest.raises(TypeError, match=expected):
+        call(Scaled(), X)
+
+
+def test_a_type_error_of_the_models_own_stays():
+    def fail(y):
+        raise TypeError("of the model's own")
+
+    with pytest.raises(TypeError, match="^of the model's own"):
+        onepass.explain(Norm(fail), X)
+
+
+def test_dropout_is_counted_in_the_backward_too():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1))
+    text = str(onepass.swap(model).verify(X))
+    assert "2 x dropout" in text and ", backward too" in text

@@ -61,7 +61,8 @@ class Settings:
 
     def swap(self, model: nn.Module, kinds: Sequence[str] = ()) -> onepass.Report:
         """Swaps a model in place; kinds: others than the settings'."""
-        return onepass.swap(model, kinds=kinds or self.kinds or None, sample=self.decision)
+        choice = self.decision and self.decision.to_dict()
+        return onepass.swap(model, kinds=kinds or self.kinds or None, choice=choice)
 
     def decided(self, model: nn.Module, batch: object) -> Settings:
         """With --auto the settings that swap what gains on this batch, in the mode that the model
@@ -87,7 +88,7 @@ class Settings:
 
     def task(self) -> dict:
         """For another process."""
-        return self.to_dict() | {"decision": self.decision}
+        return self.to_dict() | {"decision": self.decision and self.decision.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: dict, command: str) -> Settings:
@@ -102,7 +103,7 @@ class Settings:
                 "device": torch.device(fields["device"]),
                 "dtype": getattr(torch, fields["dtype"]),
                 "command": command,
-                "decision": decision and Decision.from_json(decision),
+                "decision": decision and Decision.from_dict(decision),
             }
         )
 

@@ -27,6 +27,7 @@ from onepass.optim.flat_state import (
     layouts_of,
     local,
 )
+from onepass.optim.options import told
 from onepass.optim.scaling import StepUnscales
 from onepass.optim.tables import TableOptimizer
 
@@ -36,6 +37,12 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
 
     _step_supports_amp_scaling = StepUnscales()
     _accumulation: FusedAccumulate | None = None  # takes the gradients, if set
+
+    def __repr__(self) -> str:
+        """torch's, with the options that are set beside those of its groups."""
+        lines = [f"    {line}\n" for line in told(self)]
+        options = f"Options\n{''.join(lines)}" if lines else ""
+        return f"{super().__repr__().removesuffix(')')}{options})"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

@@ -106,6 +106,13 @@ class Options(NamedTuple):
         )
 
 
+def told(optimizer: object) -> list[str]:
+    """The options of an optimizer that are not the defaults, for its `repr`."""
+    given = {name: getattr(optimizer, name) for name in Options._fields}
+    defaults = Options._field_defaults
+    return [f"{name}: {value}" for name, value in given.items() if value != defaults[name]]
+
+
 def with_options(function: Callable, after: Callable) -> Callable:
     """`function`, which takes **options, with the signature of `after` and the options."""
     theirs = [

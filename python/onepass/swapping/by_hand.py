@@ -30,8 +30,12 @@ from onepass.swapping.reasons import Because, Reason
 from onepass.swapping.scores import Form, Scores, dtype_after
 
 NOTE = (
-    "{names}: softmax(q k^T) v by hand, if it runs, becomes one call of attention; its first call "
-    "proves that, and the report, printed again, tells"
+    "{names}: softmax(q k^T) v by hand becomes one call of attention, once a first call of it has "
+    "proven that; the report, printed again after that call, tells whether it was made"
+)
+IN_COMPILED = (
+    "inside torch.compile attention by hand runs as it was written; compile the rest, or leave the "
+    "attention's module out with torch.compiler.disable"
 )
 _MOST_IDLE = 2  # runs in which products, but no attention, were found
 _FEW_KEYS = "it has fewer keys than a head has columns, and would not gain"
@@ -69,6 +73,14 @@ def fates(
         elif not known.reason and not known.taken:
             waiting.append(names[id(module)])
     return left, waiting
+
+
+def is_lost_in_graphs(module: nn.Module) -> bool:
+    """Whether torch.compile compiles the attention by hand of a swapped module as it was
+    written."""
+    calls = getattr(type(module), "_onepass_spec", ())
+    by_hand = "attention_by_hand" in calls and ("attention" not in calls or fate(module).taken > 0)
+    return by_hand and not getattr(module.forward, "_torchdynamo_disable", False)
 
 
 class Fate:

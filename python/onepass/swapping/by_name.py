@@ -75,7 +75,7 @@ def notes(model: nn.Module, report: Report) -> list[str]:
     attached = [
         entry["name"]
         for entry in report.swapped
-        if entry["to"] == TO and entry["name"] in report._earlier
+        if entry["to"] == TO and (entry["name"], "attention") in report._earlier
         if id(modules[entry["name"]].config) not in ours
     ]
     lines = [_ATTACHED.format(names=", ".join(grouped(attached)))] if attached else []

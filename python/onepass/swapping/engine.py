@@ -18,7 +18,7 @@ from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Report, Restored
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
-from onepass.swapping.sample import Decision, keep_gains
+from onepass.swapping.sample import LEFT_OUT, Decision, keep_gains
 from onepass.swapping.walk import Choice, Found, globs, strings, walk
 
 Given = ParamSpec("Given")
@@ -57,6 +57,7 @@ def swap(
     probe: bool = True,
     lazy_logits: bool = False,
     sample: object = None,
+    choice: dict[str, list] | None = None,
 ) -> Report:
     """Makes a model run on onepass's operators, in place.
 
@@ -112,13 +113,17 @@ def swap(
             swapped, those of one class and shape together; the others are listed as skipped with
             their figure. Forward hooks run; the model's state and torch's random state are
             restored. Needs numpy (`onepass[tools]`).
+        choice: `Report.choice` of an earlier swap, of this model or of a copy, in this process or
+            another, also read back from JSON. What that swap took is swapped, by the names of
+            modules and kinds, and nothing else; nothing is measured.
 
     Returns:
         Report: not the model.
 
     Raises:
-        TypeError: model is not a module, or a glob no string.
-        ValueError: kinds holds an unknown name, or not "loss" with lazy_logits.
+        TypeError: model is not a module, a glob no string, or choice none of a report.
+        ValueError: kinds holds an unknown name, or not "loss" with lazy_logits; sample and choice
+            are both given.
         RuntimeError: under strict; the message names each refused module. If anything raises, the
             model is as it was.
 
@@ -144,23 +149,31 @@ def swap(
             raise ValueError(f"swap: kinds must be of {matchers.KINDS}, got {kind!r}")
     if lazy_logits and asked and "loss" not in asked:
         raise ValueError(f"swap: kinds must hold 'loss' for lazy_logits, got {asked!r}")
-    choice = Choice(
+    if sample is not None and choice is not None:
+        raise ValueError("swap: choice must be None beside sample, got both")
+    decision = None if choice is None else Decision.from_dict(choice)
+    options = Choice(
         globs("include", include), globs("exclude", exclude), globs("force", force), filter_fn
     )
     _flops.register()
     kinds = matchers.KINDS if kinds is None else asked
-    plan = Plan(model, kinds, choice, probe, dry_run, "linear" in asked, lazy_logits)
+    plan = Plan(model, kinds, options, probe, dry_run, "linear" in asked, lazy_logits)
     report = plan.report
     if strict:
         _check_strict(asked, plan)
     measured = [] if sample is None else keep_gains(plan, model, sample)
-    report._decision = Decision(plan.left_out, measured)
-    report.notes = measured + choice.without_a_match(plan.found) + notes.notes(model, plan)
+    if decision is not None:
+        measured = decision.repeat(plan)
+    taken = [[entry["name"], entry["kind"]] for entry in report.swapped]
+    report._decision = Decision(taken, plan.left_out, measured)
+    report.notes = measured + options.without_a_match(plan.found) + notes.notes(model, plan)
     report._changes += [
         Change(change.module, type(change.module), change.cls) for change in plan.classes
     ]
     if not dry_run:
         journal.make(plan.edits())
+        for module, kind, reason in plan.kinds_left_out:
+            LEFT_OUT.setdefault(module, {})[kind] = reason
     return report
 
 
@@ -199,6 +212,8 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
     changed = {id(edit.owner) for edit in of_classes} | {id(item.module) for item in named}
     names = Restored(item.names[0] for item in found if id(item.module) in changed)
     journal.make(edits)
+    for item in found:
+        LEFT_OUT.pop(item.module, None)
     return names
 
 

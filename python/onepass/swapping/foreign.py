@@ -8,11 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from onepass import _stock
 from onepass._memory_order import rows_in_memory_order
 from onepass._ops import small_calls
 from onepass._ops.norm import NormKind, norm
 from onepass._refusals import is_number
 from onepass.swapping.inputs import is_autocast
+from onepass.swapping.specs import NormSpec
 
 
 def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
@@ -23,7 +25,7 @@ def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor],
     a function of torch's, which does not.
     """
     spec = module._onepass_spec
-    weight, eps = getattr(module, spec.weight), getattr(module, spec.eps)
+    weight, eps = getattr(module, spec.weight), eps_of(module)
     bias = None if spec.bias is None else getattr(module, spec.bias)
     if not (isinstance(weight, Tensor) and weight.dim() == 1 and is_number(eps)):
         return None
@@ -53,9 +55,26 @@ def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor],
     return run
 
 
+def eps_of(module: nn.Module, spec: NormSpec | None = None) -> float | None:
+    """The eps of a norm; None if its forward has lost the number that the proof found there.
+
+    Args:
+        spec: the module's own by default.
+    """
+    eps = (spec or module._onepass_spec).eps
+    if isinstance(eps, str):
+        return getattr(module, eps)
+    forward = _stock.original(module).forward
+    return eps if eps in forward.__code__.co_consts else None
+
+
 def _is_small(module: nn.Module, input: Tensor) -> bool:
-    """Whether the original is faster: subclasses of torch's layer norm call it."""
-    is_torchs = issubclass(module._onepass_original, nn.LayerNorm)
+    """Whether the original is faster: it may call torch's layer norm, as subclasses of that do."""
+    original = module._onepass_original
+    is_torchs = issubclass(original, nn.LayerNorm) or (
+        isinstance(module._onepass_spec.eps, float)
+        and "layer_norm" in original.forward.__code__.co_names
+    )
     return is_torchs and small_calls.norm_is_small(input)
 
 

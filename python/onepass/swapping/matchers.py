@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -77,6 +78,7 @@ _ATTENTION_NAME = re.compile(r"(attention|attn)\d*$", re.IGNORECASE)
 _MLP_NAME = re.compile(r"(mlp|glu|ffn|feed_?forward)\d*$", re.IGNORECASE)
 _BIAS_NAMES = ("bias", "beta", "shift", "offset", "b")
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+_MOST_NUMBERS = 4  # of a forward that are tried as its eps
 
 
 def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
@@ -359,8 +361,8 @@ def _structure(module: nn.Module) -> Structure | Because:
         return Reason.PARAMETERS.because(len(parameters), ", ".join(parameters))
     if bias is not None and parameters[bias].shape != parameters[weights[0]].shape:
         return Reason.SHAPES_DIFFER.because(bias, weights[0])
-    eps = _eps_name(module)
-    if eps is None:
+    eps = _eps_name(module) or _eps_numbers(type(module))
+    if not eps:
         return Reason.NO_EPS.because()
     arguments = _arguments(type(module))
     if len(arguments) != 1 or arguments[0].kind not in _ONE_TENSOR:
@@ -379,6 +381,15 @@ def _eps_name(module: nn.Module) -> str | None:
         if type(attributes.get(name)) in (float, int):
             return name
     return None
+
+
+def _eps_numbers(cls: type) -> tuple[float, ...]:
+    """The numbers in the code of a norm's forward that may be its eps."""
+    forward = inspect.getattr_static(cls, "forward")
+    if not _NORM_NAME.search(cls.__name__) or not isinstance(forward, types.FunctionType):
+        return ()
+    numbers = {x for x in forward.__code__.co_consts if isinstance(x, float) and 0.0 < x <= 0.01}
+    return tuple(sorted(numbers))[:_MOST_NUMBERS]
 
 
 def _arguments(cls: type) -> list[inspect.Parameter]:

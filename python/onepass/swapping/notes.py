@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onepass._ops import device_attention, small_calls
-from onepass.swapping import by_name, callsites, classes, matchers
+from onepass.swapping import by_hand, by_name, callsites, classes, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
@@ -32,8 +32,8 @@ _ATTENTION_STREAMS = (
     "attention that drops weights is reproducible from manual_seed and not equal to stock's"
 )
 _NEED_WEIGHTS = (
-    "{names}: pass need_weights=False, or nothing is gained; with True, torch's default, torch "
-    "computes the matrix of weights as before"
+    "{names}: only calls with need_weights=False gain; with True, torch's default, torch computes "
+    "the matrix of weights as before"
 )
 _ENCODER_LAYERS = (
     "{names}: in inference too they call their modules, not torch's fast path; of the nested "
@@ -44,9 +44,10 @@ _ATTENTION_CALLS = (
     "some calls of F.scaled_dot_product_attention run torch's; those with nested or distributed "
     f"tensors, a CausalBias, or a head_dim above {MOST_HEAD_DIM}"
 )
+_COMPILED_BY_HAND = f"{{names}}: {by_hand.IN_COMPILED}"
 _REDIRECTION = (
     "each torch function in a forward that calls attention takes about a microsecond longer; so "
-    f"does each look at a tensor's shape: {small_calls.ATTENTION_NOTE}"
+    "does each look at a tensor's shape"
 )
 _LINEAR_CALLS = (
     "{names}: each torch function in their forwards takes about a microsecond longer; their calls "
@@ -101,7 +102,8 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
     """What was done, and what remains to be done by the user."""
     report, kinds = plan.report, _kinds(plan)
     if report._earlier:
-        yield f"{len(report._earlier)} of the swapped modules had been swapped before"
+        names = {name for name, _ in report._earlier}
+        yield f"{len(names)} of the swapped modules had been swapped before"
     root = wrapper(model)
     if not report.swapped and root and any(e["reason"].kind is root.kind for e in report.skipped):
         yield f"{NOTHING}: its root {root}"
@@ -112,12 +114,12 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
         if "attention" in kinds and not matchers.has_kernels("cuda", "attention"):
             yield "this build has attention for the CPU only: on a GPU torch's runs as before"
     yield from _note(_NEED_WEIGHTS, _asked_for_weights(plan))
+    yield from _note(_COMPILED_BY_HAND, _redirecting(plan, "attention_by_hand"))
     yield from by_name.notes(model, report)
-    losses = {entry["name"] for entry in report.swapped if entry["kind"] == "loss"}
     attached = [
         item.names[0]
         for item in plan.found
-        if ATTACHED in vars(item.module) and item.names[0] in losses & report._earlier
+        if ATTACHED in vars(item.module) and (item.names[0], "loss") in report._earlier
     ]
     if "loss" in kinds:
         yield from _note(_LAZY_LOGITS, _redirecting(plan, "loss_head"))
@@ -137,12 +139,9 @@ def _of_results(plan: Plan) -> Iterator[str]:
         yield _RANDOM_STREAMS
     named = {id(item.module): item.names[0] for item in plan.found}
     modules = [item.module for item in plan.found]
-    dropping = [m for m in modules if isinstance(m, nn.MultiheadAttention) and m.dropout > 0.0]
-    if (
-        _redirecting(plan, "attention")
-        or plan.named
-        or _swapped_to(plan, classes.MultiheadAttentionForward, dropping)
-    ):
+    attending = {*_redirecting(plan, "attention"), *plan.names_of_named}
+    attending |= {*_swapped_to(plan, classes.MultiheadAttentionForward, modules)}
+    if any(_may_drop(module) for module in modules if named[id(module)] in attending):
         yield _ATTENTION_STREAMS
     if device_attention.leaves_some() and (plan.named or "attention" in kinds):
         yield device_attention.NOTE
@@ -173,8 +172,12 @@ def _of_costs(plan: Plan) -> Iterator[str]:
     if not plan.list_as_fast:
         for reason, count in collections.Counter(plan.as_fast).items():
             yield (_ONE_AS_FAST if count == 1 else _AS_FAST).format(count=count, reason=reason)
-    yield from _note(_ATTENTION_CALLS, calling)
-    yield from _note(_REDIRECTION, calling)
+    torchs = [c for c in plan.classes if c.name in calling and "attention" in c.cls._onepass_spec]
+    if torchs:
+        yield _ATTENTION_CALLS
+        yield f"{_REDIRECTION}: {small_calls.ATTENTION_NOTE}"
+    elif calling:
+        yield _REDIRECTION
     dispatching = [
         change.name
         for change in plan.classes
@@ -222,6 +225,14 @@ def _asked_for_weights(plan: Plan) -> list[str]:
     in_layers = {id(part) for layer in layers for part in layer.children()}
     alone = [module for module in modules if id(module) not in in_layers]
     return _swapped_to(plan, classes.MultiheadAttentionForward, alone)
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Whether attention may drop weights: False where all that is named so is 0."""
+    values = [value for name, value in vars(module).items() if "drop" in name.lower()]
+    values += [child.p for child in module.children() if isinstance(child, nn.Dropout)]
+    chances = [value for value in values if isinstance(value, (int, float))]
+    return not chances or any(chances)
 
 
 def _is_layer_norm(cls: type) -> bool:

@@ -79,10 +79,12 @@ class Plan:
 
     Attributes:
         report: its lists are full, its notes are not.
+        kinds: those that were asked for.
         found: every module of the model.
         classes: the classes to be set.
         named: the edits that give modules onepass's attention by name.
         left_out: what `leave_out` took out.
+        kinds_left_out: the same by (module, kind, reason).
         refused: entries of candidates that cannot be swapped, for `strict`.
         forced: names of modules that are swapped only because the user vouched for them.
         unproven: (name of a swapped module, why a function that it calls is not replaced).
@@ -100,19 +102,21 @@ class Plan:
         dry_run: bool,
         list_as_fast: bool,
         lazy_logits: bool,
+        into_compiled: bool = False,
     ):
         self.report = Report(model, dry_run=dry_run)
-        self.found = walk(model)
+        self.found = walk(model, into_compiled)
         self._items = {id(item.module): item for item in self.found}
         self.classes: list[ClassChange] = []
         self.named: list[Edit] = []
         self.left_out: list[LeftOut] = []
+        self.kinds_left_out: list[tuple[nn.Module, str, Because]] = []
         self.refused: list[dict[str, str]] = []
         self.forced: list[str] = []
         self.unproven: list[tuple[str, Because]] = []
         self.as_fast: list[Because] = []
         self.list_as_fast = list_as_fast
-        self._kinds, self._choice, self._probe = kinds, choice, probe
+        self.kinds, self._choice, self._probe = kinds, choice, probe
         self.lazy_logits = lazy_logits
         shared = _SHARED.get()
         self._verdicts: Verdicts = {} if shared is None else shared
@@ -138,6 +142,11 @@ class Plan:
         ]
         self._list_unknown()
 
+    @property
+    def names_of_named(self) -> list[str]:
+        """Of the modules that get attention by name."""
+        return [item.names[0] for item, _ in self._wanted]
+
     def edits(self) -> list[Edit]:
         return [Edit(change.module, "__class__", change.cls) for change in self.classes] + (
             self.named
@@ -146,13 +155,15 @@ class Plan:
     def leave_out(self, modules: set[int], reason: Because, by_name: bool) -> None:
         """Takes the changes of these modules, by id, out of the plan, and if asked all attention
         by name; they are listed as skipped."""
-        changes = [change for change in self.classes if id(change.module) in modules]
+        gone = {
+            (change.name, kind): self._items[id(change.module)]
+            for change in self.classes
+            if id(change.module) in modules
+            for kind in change.cls._onepass_to
+        }
         self.classes = [change for change in self.classes if id(change.module) not in modules]
-        items = [self._items[id(change.module)] for change in changes]
-        gone = {(change.name, kind): None for change in changes for kind in change.cls._onepass_to}
         if by_name:
-            items += [item for item, _ in self._wanted]
-            gone |= {(item.names[0], "attention"): None for item, _ in self._wanted}
+            gone |= {(item.names[0], "attention"): item for item, _ in self._wanted}
             self.report._named = [e for e in self.report._named if e not in self.named]
             self.named, self._wanted = [], []
         if not gone:
@@ -160,17 +171,18 @@ class Plan:
         self.report.swapped = [
             entry
             for entry in self.report.swapped
-            if (entry["name"], entry["kind"]) not in gone or entry["name"] in self.report._earlier
+            if (row := (entry["name"], entry["kind"])) not in gone or row in self.report._earlier
         ]
-        for item in items:
-            self._skip(item, reason)
+        for (_, kind), item in gone.items():
+            entry = self._skip(item, reason.kind.told(f"{kind}: {reason}"))
+            self.kinds_left_out.append((item.module, kind, entry["reason"]))
         names, kinds = (list(dict.fromkeys(column)) for column in zip(*gone, strict=True))
         self.left_out.append(LeftOut(names, kinds, by_name, reason.kind.name, str(reason)))
 
     def _consider(self, item: Found) -> None:
         module, cls = item.module, type(item.module)
         if is_swapped(cls):
-            before = [kind for kind in cls._onepass_to if kind in self._kinds]
+            before = [kind for kind in cls._onepass_to if kind in self.kinds]
             for kind in before:
                 self._list_earlier(item, kind, cls._onepass_original, cls._onepass_to[kind])
             if self.lazy_logits and "loss_function" in getattr(cls, "_onepass_spec", ()):
@@ -182,7 +194,7 @@ class Plan:
                 change = Change(module, cls._onepass_original, cls)
                 self.report._changes.append(change)
         refusal = functools.cache(functools.partial(self._choice.refusal, item))
-        for match in matchers.matches(module, self._kinds):
+        for match in matchers.matches(module, self.kinds):
             self._consider_match(item, match, refusal)
             if self._is_replaced(module):
                 return
@@ -430,7 +442,7 @@ class Plan:
 
     def _list_earlier(self, item: Found, kind: str, original: type, to: str) -> None:
         self._listed.add((id(item.module), kind))
-        self.report._earlier.add(item.names[0])
+        self.report._earlier.add((item.names[0], kind))
         self.report.swapped.append(_entry(item.names[0], kind, original, to))
 
     def _skip(self, item: Found, reason: Because) -> dict[str, str]:

@@ -51,6 +51,7 @@ _SLACK = {torch.float32: 8.0, torch.float64: 8.0, torch.bfloat16: 2.0, torch.flo
 _ROWS = ((5,), (2, 3), (2, 1, 3))
 _POOLED = 512
 _MOST_REPEATS = 16
+_OTHER_EPS = 16.0  # times eps, in a copy of a forward that holds it
 
 
 class _Size(NamedTuple):
@@ -67,17 +68,22 @@ class Refused(Exception):
 
 def probe(module: nn.Module, structure: Structure, *, forced: bool = False) -> NormSpec | str:
     """The formula of `module`, or the reason why it is not swapped. If it is forced, the nearest
-    formula, with every combination of dtypes that both run.
+    formula, with every combination of dtypes that both run. Of numbers that may be eps, the first
+    that is proven.
 
     The module is only read: its tensors, gradients and hooks, and torch's random state, stay as
     they are.
     """
+    reasons = []
+    is_named = isinstance(structure.eps, str)
     with isolated():
-        try:
-            probe = _Probe(module, structure)
-            return probe.run_forced() if forced else probe.run()
-        except Refused as refusal:
-            return str(refusal)
+        for eps in [getattr(module, structure.eps)] if is_named else structure.eps:
+            try:
+                probe = _Probe(module, structure, float(eps))
+                return probe.run_forced() if forced and is_named else probe.run()
+            except Refused as refusal:
+                reasons.append(str(refusal))
+    return reasons[0]
 
 
 def configuration(module: nn.Module, structure: Structure) -> tuple:
@@ -88,9 +94,9 @@ def configuration(module: nn.Module, structure: Structure) -> tuple:
 
 
 class _Probe:
-    def __init__(self, module: nn.Module, structure: Structure):
-        self.structure = structure
-        self.eps = float(getattr(module, structure.eps))
+    def __init__(self, module: nn.Module, structure: Structure, eps: float):
+        self.structure, self.eps = structure, eps
+        self.forward = type(module).forward
         self.cols = getattr(module, structure.weight).shape[0]
         self.random = torch.Generator().manual_seed(20)
         if self.cols == 0:
@@ -98,7 +104,7 @@ class _Probe:
         if not self.eps >= 0.0 or math.isinf(self.eps):
             raise Refused(f"its {structure.eps} is {self.eps}")
         self.twin = twin(module)
-        self.held = held(module, besides=structure.eps)
+        self.held = held(module, besides=structure.eps if isinstance(structure.eps, str) else "")
         small = math.sqrt(self.eps) if self.eps > 0.0 else 1e-3
         self.unit = _Size("unit", 1.0, 0.3)
         self.sizes = (self.unit, _Size("small", small, 0.1), _Size("large", 500.0, 0.5))
@@ -112,6 +118,8 @@ class _Probe:
             for size in self.sizes:
                 out_dtype = self._judge(size, *dtypes)
             table.append((*dtypes, out_dtype))
+        if not isinstance(self.structure.eps, str):
+            self._check_number()
         for dtypes in itertools.product(_DTYPES, _DTYPES):
             if dtypes not in _REQUIRED:
                 with contextlib.suppress(Refused):
@@ -130,6 +138,22 @@ class _Probe:
                 table.append((*dtypes, out_dtype))
         return self._spec(table, forced=True)
 
+    def _check_number(self) -> None:
+        """The number in the code must be the eps: with another one there, another eps counts."""
+        forward, eps = self.forward, self.eps
+        code = forward.__code__
+        self.eps *= _OTHER_EPS
+        moved = tuple(self.eps if constant == eps else constant for constant in code.co_consts)
+        self.forward = types.FunctionType(
+            code.replace(co_consts=moved), forward.__globals__, forward.__name__,
+            forward.__defaults__, forward.__closure__,
+        )  # fmt: skip
+        try:
+            self._judge(self.sizes[1], *_REQUIRED[0])
+        except Refused:
+            raise Refused(f"its eps is no number in its forward, which holds {eps:g}") from None
+        self.forward, self.eps = forward, eps
+
     def _check_computed(self) -> None:
         if self.kind == NormKind.RMS and self.structure.bias is not None:
             raise Refused("is an RMS norm with a bias, which onepass does not compute")
@@ -140,7 +164,7 @@ class _Probe:
             weight_offset=self.weight_offset,
             weight=self.structure.weight,
             bias=self.structure.bias,
-            eps=self.structure.eps,
+            eps=self.structure.eps if isinstance(self.structure.eps, str) else self.eps,
             argument=self.structure.argument,
             dtypes=tuple(table),
             forced=forced,
@@ -238,7 +262,7 @@ class _Probe:
             self.twin._parameters[self.structure.weight] = weight
             if bias is not None:
                 self.twin._parameters[self.structure.bias] = bias
-            return type(self.twin).forward(self.twin, input)
+            return self.forward(self.twin, input)
 
         try:
             return self._gradients(forward, input, weight, bias, dy)

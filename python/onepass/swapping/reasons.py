@@ -44,7 +44,9 @@ class Reason(enum.Enum):
     LOGITS_BEFORE = "its logits are made at once since an earlier swap or attach; undo that first"
     CHANGED = "its class was changed after a swap"
     BATCH_NORM = "normalises over the batch or positions, with statistics"
-    GROUP_NORM = "without silu after it torch is as fast at group norm in {}"
+    GROUP_NORM = (
+        "no silu was found after it in a Sequential; alone torch is as fast at group norm in {}"
+    )
     RESPONSE_NORM = "normalises over neighbouring channels"
     CHECKPOINTS = (
         "checkpoints inside its forward, whose recomputation would run torch's {}; checkpoint "
@@ -101,6 +103,9 @@ class Reason(enum.Enum):
     NOT_CALLED = "not called on the sample"
     NO_GAIN = "no gain on the sample: {} times as fast"
     NO_GAIN_IN_ALL = "no gain on the sample: all that gains alone is {} times as fast together"
+    TOO_NOISY = "too noisy to tell: {} times as fast"
+    TOO_NOISY_IN_ALL = "too noisy to tell: all that gains alone is {} times as fast together"
+    NOT_CHOSEN = "not in the choice"
     HOLDS_KEPT = "holds {!r}, which keeps its {} as it is"
 
     # Texts of the probe and of the integrations, which name figures and versions.

@@ -56,7 +56,7 @@ class Report:
         self._changes: list[Change] = []
         self._named: list[Edit] = []  # of the configs by which modules take attention by name
         self._decision: Decision | None = None  # what a sample decided
-        self._earlier: set[str] = set()  # names of modules that ran on onepass before this call
+        self._earlier: set[tuple[str, str]] = set()  # (name, kind) of what ran before this call
 
     def _complete(self) -> list[str]:
         """Moves modules whose own attention turned out to be no `softmax(q k^T) v` to the skipped
@@ -82,6 +82,20 @@ class Report:
             "notes": notes,
         }
 
+    @property
+    def choice(self) -> dict[str, list]:
+        """What was swapped, and what a sample left out, as plain JSON-able data: for
+        `onepass.swap(model, choice=)`, which does the same without measuring, in another process
+        or when a run is resumed.
+
+        Examples:
+            >>> report = onepass.swap(torch.nn.LayerNorm(64))
+            >>> again = onepass.swap(torch.nn.LayerNorm(64), choice=report.choice)
+            >>> again.swapped == report.swapped
+            True
+        """
+        return self._decision.to_dict()
+
     def summary(self) -> str:
         """One line for a log: the number of swapped modules by kind, and the skipped candidates
         with reasons."""
@@ -98,7 +112,7 @@ class Report:
         verb = "would swap" if self.dry_run else "swapped"
         return f"onepass.swap: {verb} {len(self.swapped)}"
 
-    def verify(self, *batch, loss_fn=None):
+    def verify(self, *batch, loss_fn=None, **named):
         """Runs the model stock and swapped on one batch and compares output, loss and gradients.
 
         Both run in the mode that the model is in, under the autocast that is active, with gradients
@@ -112,24 +126,27 @@ class Report:
             batch: the model's positional arguments, or one batch: a dict or a tokenizer's result is
                 passed as keywords, a tuple or list item by item, unless forward requires one
                 argument alone and cannot be called like that.
+            named: the model's arguments by keyword.
             loss_fn: takes the model's output and returns a scalar tensor; it and the gradients, if
                 there are any, then decide, and other outputs are only listed. Without it
                 the loss is the output's `loss`, or the scalar in it, or else a fixed random
                 projection of it, and outputs decide too.
 
         Returns:
-            Verification: prints as one line; `ok`, `reason`, `worst` (name), `kernels`, `padding`,
-            `dropout_off`, `to_dict()`. `ok` is None where no kernel of onepass ran, or loss and
+            Verification: prints as one line, and is true if `ok` is True; `ok`, `reason`, `worst`
+            (name), `kernels`, `padding`, `dropout_off`, `to_dict()`. `ok` is None where no kernel
+            of onepass ran, or loss and
             gradients have no digits. Calls that are too small to gain are also verified as in a
             larger batch.
 
         Raises:
+            TypeError: forward does not take the batch.
             RuntimeError: the model is on the meta device, or its classes have changed; the report
                 is of a dry run, or a copy.
         """
         from onepass.swapping.verify import verify
 
-        return verify(self, batch, loss_fn)
+        return verify(self, batch, loss_fn, named)
 
     def details(self) -> str:
         """The report with all of every note."""

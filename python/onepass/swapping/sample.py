@@ -12,45 +12,74 @@ The model's state is restored as by `Report.verify`.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onepass._batch import arguments
+from onepass._batch import arguments, named_in_errors
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, LeftOut, Plan
 from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.report import grouped
 from onepass.swapping.undisturbed import State
 
 if TYPE_CHECKING:
-    from onepass.bench.harness import Timing
+    from onepass.bench.harness import Interval, Timing
 
 # Modules are timed for this long, or for as long as this many steps take; steps for half of that.
 SECONDS, STEPS = 1.0, 10
 ROUNDS, MOST_ROUNDS = 5, 50  # as measure_pairs takes them
+WIDE = 0.1  # of its median, to either side: an interval that tells too little
 MOST_CALLS = 4  # of a module, with different arguments
 STOCK, SWAPPED = "stock", "swapped"
+_NO_CHOICE = "swap: choice must be a report's choice, got {got}"
+_BUSY = (
+    "the machine is busy: {count} {verb} too noisy to tell; those modules stay as they were, so "
+    "swap again when it is quiet, or give the report's choice of a quiet hour as choice="
+)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class Decision(NamedTuple):
-    """The outcome of a measurement, JSON-able. Given as a sample it is repeated without measuring,
-    by the names of modules: for copies of the model, or with other sizes."""
+# Why the last `swap(sample=)` of a module left it as it is, by kind; until `unswap`.
+LEFT_OUT: WeakKeyDictionary[nn.Module, dict[str, Because]] = WeakKeyDictionary()
 
+
+class Decision(NamedTuple):
+    """The outcome of a swap, to be repeated without measuring, by the names of modules: for copies
+    of the model, or with other sizes."""
+
+    swapped: list[list[str]]  # [name of a module, kind]
     left_out: list[LeftOut]
     notes: list[str]  # for the report
 
+    def to_dict(self) -> dict[str, list]:
+        """Plain data: `Report.choice`."""
+        left_out = [left._asdict() for left in self.left_out]
+        return {"swapped": self.swapped, "left_out": left_out, "notes": self.notes}
+
     @classmethod
-    def from_json(cls, fields: list) -> Decision:
-        left_out, notes = fields
-        return cls([LeftOut(*left) for left in left_out], notes)
+    def from_dict(cls, choice: object) -> Decision:
+        got = type(choice).__name__
+        if not isinstance(choice, dict):
+            raise TypeError(_NO_CHOICE.format(got=got))
+        try:
+            swapped = [[name, kind] for name, kind in choice["swapped"]]
+            left_out = [LeftOut(**left) for left in choice["left_out"]]
+            return cls(swapped, left_out, list(choice["notes"]))
+        except (TypeError, KeyError, ValueError):
+            raise TypeError(
+                _NO_CHOICE.format(got=f"{got} of {', '.join(map(str, choice))}")
+            ) from None
 
     def repeat(self, plan: Plan) -> list[str]:
+        """Takes all else out of a plan; returns notes for the report."""
         for left in self.left_out:
             names, kinds = {*left.names}, {*left.kinds}
             modules = {
@@ -59,7 +88,21 @@ class Decision(NamedTuple):
                 if change.name in names and kinds.issuperset(change.cls._onepass_to)
             }
             plan.leave_out(modules, Because(Reason[left.reason], left.text), left.by_name)
-        return self.notes
+        chosen = {(name, kind) for name, kind in self.swapped}
+        modules = {
+            id(change.module)
+            for change in plan.classes
+            if any((change.name, kind) not in chosen for kind in change.cls._onepass_to)
+        }
+        by_name = any((name, "attention") not in chosen for name in plan.names_of_named)
+        plan.leave_out(modules, Reason.NOT_CHOSEN.because(), by_name)
+        done = {(entry["name"], entry["kind"]) for entry in plan.report.swapped}
+        missing: dict[str, list[str]] = {}
+        for name, kind in self.swapped:
+            if kind in plan.kinds and (name, kind) not in done:
+                missing.setdefault(kind, []).append(name)
+        lost = [f"{kind} of {', '.join(grouped(names))}" for kind, names in missing.items()]
+        return [f"chosen and not swapped: {'; '.join(lost)}"] * bool(lost) + self.notes
 
 
 class Call(NamedTuple):
@@ -95,13 +138,11 @@ class _Unit(NamedTuple):
 
 def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
     """Takes the changes out of a plan that do not gain on the sample, a batch as `_batch` gives it
-    to the model, or an earlier `Decision`.
+    to the model.
 
     Returns:
         Notes for the report.
     """
-    if isinstance(sample, Decision):
-        return sample.repeat(plan)
     try:
         import onepass.bench.harness  # noqa: F401
     except ImportError as error:
@@ -109,7 +150,8 @@ def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
             f"swap: sample needs {error.name}, which is missing: pip install 'onepass[tools]'"
         ) from None
     state = State(model, (change.module for change in plan.classes))
-    return state.around(lambda: _Measurement(plan, model, sample).decide())
+    with named_in_errors("swap with a sample", model, *Call.of(model, sample)):
+        return state.around(_Measurement(plan, model, sample).decide)
 
 
 class _Measurement:
@@ -118,6 +160,8 @@ class _Measurement:
         self.step = repeated(model, [Call.of(model, sample)])
         self.taken: list[Edit] = []
         self.saved: Counter[str] = Counter()  # seconds of a step, by kind
+        self.extra = 0.0  # seconds that went into measuring again
+        self.measured = self.noisy = 0  # decisions, and those that no measurement allows
 
     def decide(self) -> list[str]:
         calls = self._calls()
@@ -128,7 +172,8 @@ class _Measurement:
         by_steps = []
         units = self._units(calls)
         for left, unit in zip(range(len(units), 0, -1), units, strict=True):
-            timing = self._of_calls(unit, max(0.0, end - time.perf_counter()) / left)
+            remaining = max(0.0, end + self.extra - time.perf_counter())
+            timing = self._of_calls(unit, remaining / left)
             if timing is None:
                 by_steps.append(unit)
             else:
@@ -141,7 +186,14 @@ class _Measurement:
             timing = self._timed({STOCK: self._with(self.taken), **variants}, seconds / 2)
             for number, unit in enumerate(by_steps):
                 self._take_or_leave_out(unit, timing, str(number))
-        return self._decide_all(seconds / 2) if self.taken else []
+        gain = self._decide_all(seconds / 2) if self.taken else []
+        return self._doubts() + gain
+
+    def _doubts(self) -> list[str]:
+        if not self.noisy:
+            return []
+        count = f"{self.noisy} of {self.measured} measurement{'s' * (self.measured > 1)}"
+        return [_BUSY.format(count=count, verb="are" if self.noisy > 1 else "is")]
 
     def _calls(self) -> dict[int, list[Call] | None]:
         """By id, the calls of each module that a change is of, in a step of the stock model; None
@@ -210,11 +262,25 @@ class _Measurement:
         return step
 
     def _timed(self, functions: dict[str, Callable[[], object]], seconds: float) -> Timing:
-        from onepass.bench.harness import clock_of, measure_pairs
+        """Once more, where that may decide."""
+        timing = self._timed_once(functions, seconds)
+        if any(_is_noisy(timing.ratio(name, STOCK)) for name in functions if name != STOCK):
+            start = time.perf_counter()
+            again = self._timed_once(functions, seconds)
+            times = {name: timing.times[name] + again.times[name] for name in functions}
+            timing = dataclasses.replace(timing, times=times)
+            self.extra += time.perf_counter() - start
+        return timing
 
-        return measure_pairs(
+    def _timed_once(self, functions: dict[str, Callable[[], object]], seconds: float) -> Timing:
+        from onepass.bench import harness
+
+        clock = harness.clock_of(self._device.type)
+        if self._device.type == "cpu" and torch.get_num_threads() == 1:
+            clock = harness.HostClock(time.thread_time)
+        return harness.measure_pairs(
             functions, rounds=ROUNDS, seconds=seconds, max_rounds=MOST_ROUNDS, warm_up=1,
-            clock=clock_of(self._device.type),
+            clock=clock,
         )  # fmt: skip
 
     @property
@@ -224,8 +290,10 @@ class _Measurement:
     def _take_or_leave_out(self, unit: _Unit, timing: Timing, variant: str, count: int = 1) -> None:
         """By a variant's time against stock's; count: how many calls of a step the timed one is."""
         ratio = timing.ratio(variant, STOCK)
+        self.measured += 1
         if ratio.low <= 1.0:
-            self._leave_out(unit.changes, Reason.NO_GAIN.because(ratio), unit.named)
+            reason = self._doubt(ratio, Reason.TOO_NOISY) or Reason.NO_GAIN
+            self._leave_out(unit.changes, reason.because(ratio), unit.named)
             return
         self.taken += unit.edits()
         self.saved[unit.kind] += count * (timing.median(STOCK) - timing.median(variant))
@@ -233,17 +301,31 @@ class _Measurement:
     def _leave_out(self, changes: list[ClassChange], reason: Because, named: Sequence[Edit] = ()):
         self.plan.leave_out({id(change.module) for change in changes}, reason, bool(named))
 
+    def _doubt(self, ratio: Interval, reason: Reason) -> Reason | None:
+        """The reason, counted, if the interval allows no decision."""
+        if not _is_noisy(ratio):
+            return None
+        self.noisy += 1
+        return reason
+
     def _decide_all(self, seconds: float) -> list[str]:
         variants = {STOCK: self.step, SWAPPED: self._with(self.taken)}
         ratio = self._timed(variants, seconds).ratio(SWAPPED, STOCK)
+        self.measured += 1
         if ratio.low <= 1.0:  # what gains alone, from cached data, may lose in a step
-            named = self.plan.named
-            self._leave_out(self.plan.classes, Reason.NO_GAIN_IN_ALL.because(ratio), named)
+            reason = self._doubt(ratio, Reason.TOO_NOISY_IN_ALL) or Reason.NO_GAIN_IN_ALL
+            self._leave_out(self.plan.classes, reason.because(ratio), self.plan.named)
             return []
         step = "forward and backward" if self.model.training else "forward"
         (kind, most), where = self.saved.most_common(1)[0], self._device.type.upper()
         mostly = f", most of it {kind}" if most > self.saved.total() / 2 else ""
         return [f"measured on the sample, {step}: {ratio} times as fast on this {where}{mostly}"]
+
+
+def _is_noisy(ratio: Interval) -> bool:
+    """Whether the interval includes 1 and is wide."""
+    wide = ratio.high > (1 + WIDE) * ratio.median or ratio.low < (1 - WIDE) * ratio.median
+    return wide and ratio.low <= 1.0 <= ratio.high
 
 
 def repeated(module: nn.Module, calls: Sequence[Call]) -> Callable[[], None]:

@@ -15,7 +15,7 @@ class Structure(NamedTuple):
 
     weight: str
     bias: str | None
-    eps: str
+    eps: str | tuple[float, ...]  # a name, or numbers in its forward of which one may be it
     argument: str
 
 
@@ -36,7 +36,7 @@ class NormSpec(NamedTuple):
     weight_offset: float
     weight: str  # attribute names
     bias: str | None
-    eps: str
+    eps: str | float  # a number of its forward
     argument: str  # name of forward's argument
     # (input dtype, weight dtype, output dtype) of each combination that was proven.
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
@@ -46,6 +46,7 @@ class NormSpec(NamedTuple):
     def __str__(self) -> str:
         text = "rms_norm" if self.kind == NormKind.RMS else "layer_norm"
         text += f", weight_offset {self.weight_offset:g}" if self.weight_offset else ""
+        text += f", eps {self.eps:g} in its forward" if isinstance(self.eps, float) else ""
         return f"{text}, forced" if self.forced else text
 
 

@@ -71,7 +71,7 @@ class CallCounts:
 
 
 class Verification:
-    """The result of `Report.verify`; prints as one line.
+    """The result of `Report.verify`; prints as one line, and is true if `ok` is True.
 
     Attributes:
         ok: all deciding tensors are as close to the reference as the rule requires; None if that
@@ -120,6 +120,9 @@ class Verification:
     @property
     def ok(self) -> bool | None:
         return None if self.reason else all_close(self.deviations)
+
+    def __bool__(self) -> bool:
+        return self.ok is True
 
     @property
     def worst(self) -> str:
@@ -189,11 +192,13 @@ class Verification:
 
 
 def _counted(calls: dict[str, int], shares: dict[str, float] | None = None) -> str:
-    """Without backwards, which every call of a training step has."""
+    """Without backwards, which every call of a training step has; that of dropout is dropout."""
     forward = {name: count for name, count in calls.items() if "_backward" not in name}
+    with_backward = {"dropout": ", backward too"} if len(forward) < len(calls) else {}
     of_bound = {name: f" ({share:.2g} of its bound)" for name, share in (shares or {}).items()}
     return ", ".join(
-        f"{count} x {name}{of_bound.get(name, '')}" for name, count in (forward or calls).items()
+        f"{count} x {name}{of_bound.get(name, '')}{with_backward.get(name, '')}"
+        for name, count in (forward or calls).items()
     )
 
 

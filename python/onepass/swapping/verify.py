@@ -33,12 +33,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onepass._batch import arguments, takes
+from onepass._batch import arguments, named_in_errors, takes
 from onepass._ops import dispatch_log, small_calls
 from onepass._ops.norm import NormKind
 from onepass.reference import norm as reference
 from onepass.swapping.changes import Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward
+from onepass.swapping.foreign import eps_of as foreign_eps
 from onepass.swapping.kernels import Kernels, free_memory
 from onepass.swapping.masks import Masks, Unpaired
 from onepass.swapping.runs import Run, distances, run
@@ -61,7 +62,9 @@ _FEWEST_PAIRS, _MOST_PAIRS = 3, 11
 _HOPELESS = 4.0
 
 
-def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
+def verify(
+    report, batch: tuple, loss_fn: Callable | None, named: dict[str, object]
+) -> Verification:
     """See `onepass.swapping.Report.verify`."""
     model = report._model
     if report.dry_run:
@@ -71,15 +74,16 @@ def verify(report, batch: tuple, loss_fn: Callable | None) -> Verification:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RuntimeError("verify: model must have data, got tensors on the meta device")
     changes = changes_of(report)
-    args, kwargs = arguments(model, batch[0]) if len(batch) == 1 else (batch, {})
+    args, kwargs = arguments(model, batch[0]) if len(batch) == 1 and not named else (batch, named)
     if loss_fn is None and isinstance(batch[-1] if batch else None, types.FunctionType):
         if not takes(model, args, kwargs):
             raise RuntimeError(
                 "verify: loss_fn must be given by its name, got a function by position"
             )
-    batch = (*args, kwargs)
     state = State(model, (change.module for change in changes))
-    return state.around(lambda: _Pair(model, batch, loss_fn, changes, report._named).verdict())
+    pair = _Pair(model, (*args, kwargs), loss_fn, changes, report._named)
+    with named_in_errors("verify", model, args, kwargs):
+        return state.around(pair.verdict)
 
 
 class _Pair:
@@ -108,7 +112,8 @@ class _Pair:
         if not calls.small or found.ok is False:
             return found
         with small_calls.all_gain():
-            return self._judged(calls)[0] or found
+            again, _ = self._judged(calls)
+        return found if again is None else again
 
     def _judged(self, before: CallCounts | None = None) -> tuple[Verification | None, CallCounts]:
         """The verdict in the model's own mode, or in eval mode if stock cannot have swapped's
@@ -358,8 +363,9 @@ def _in_double(model: nn.Module, changes: list[Change]) -> nn.Module | None:
             cls = swapped.get(id(module))
             # A forced norm is judged by the original's forward: its formula is in question.
             foreign = cls is not None and issubclass(cls, ForeignNormForward)
-            if foreign and not cls._onepass_spec.forced:
-                twin.forward = _formula(twin, cls._onepass_spec)
+            spec = cls._onepass_spec if foreign else None
+            if foreign and not spec.forced and foreign_eps(twin, spec) is not None:
+                twin.forward = _formula(twin, spec)
     except Exception:  # of foreign classes
         return None
     return double
@@ -367,7 +373,7 @@ def _in_double(model: nn.Module, changes: list[Change]) -> nn.Module | None:
 
 def _formula(twin: nn.Module, spec) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
-        weight, eps = getattr(twin, spec.weight), getattr(twin, spec.eps)
+        weight, eps = getattr(twin, spec.weight), foreign_eps(twin, spec)
         shape = (weight.shape[0],)
         if spec.kind != NormKind.RMS:
             bias = None if spec.bias is None else getattr(twin, spec.bias)

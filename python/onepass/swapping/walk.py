@@ -11,6 +11,8 @@ from torch import nn
 
 from onepass.swapping.reasons import Because, Reason
 
+COMPILERS = (Reason.IN_COMPILED, Reason.COMPILED)
+
 
 class Found(NamedTuple):
     """A module of the model, with all its names."""
@@ -20,13 +22,17 @@ class Found(NamedTuple):
     wrapped: list[Because]  # why it, or a module around it, must not be changed
 
 
-def walk(model: nn.Module) -> list[Found]:
-    """Every module once, in the order of `named_modules`."""
+def walk(model: nn.Module, into_compiled: bool = False) -> list[Found]:
+    """Every module once, in the order of `named_modules`.
+
+    Args:
+        into_compiled: what torch.compile compiled counts as not wrapped.
+    """
     found: dict[int, Found] = {}
 
     def visit(module: nn.Module, name: str, wrapped: list[Because], path: frozenset[int]) -> None:
         reason = wrapper(module)
-        if reason:
+        if reason and not (into_compiled and reason.kind in COMPILERS):
             wrapped = [*wrapped, reason]
         item = found.setdefault(id(module), Found(module, [], []))
         item.names.append(name)

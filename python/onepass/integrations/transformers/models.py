@@ -81,7 +81,7 @@ class Attachment:
             "notes": list(self.notes),
         }
 
-    def verify(self, *batch, loss_fn: Callable | None = None):
+    def verify(self, *batch, loss_fn: Callable | None = None, **named):
         """Runs the model with its former attention and loss and with onepass's, and compares.
 
         As `onepass.swapping.Report.verify`; modules changed by `onepass.swap` stay swapped in both
@@ -97,7 +97,7 @@ class Attachment:
             raise RuntimeError(
                 "verify: model must be attached still, got one that has been detached"
             )
-        return verify(self, batch, loss_fn)
+        return verify(self, batch, loss_fn, named)
 
     def details(self) -> str:
         """The report with all of every note."""

@@ -1,0 +1,101 @@
+"""`swap(sample=)`: whatever it leaves out, the report lists what runs, and unswap undoes that."""
+
+import random
+
+import pytest
+import torch
+
+import onepass
+from onepass.bench.harness import Timing
+from onepass.swapping import by_name, matchers, sample
+from onepass.swapping.classes import Swapped
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = ("norm", "attention", "mlp", "rotary", "linear", "loss")
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
+    )  # fmt: skip
+    ids = torch.arange(8)[None]
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def running(model):
+    """(name, kind) of all that runs onepass, from classes and configs alone."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Swapped):
+            found |= {(name, kind) for kind in module._onepass_to}
+        match = matchers.match(module, ("attention",))
+        if match and match.named and by_name.is_attached(module):
+            found.add((name, "attention"))
+    return found
+
+
+@pytest.fixture
+def gains(monkeypatch):
+    """The variants of measurements that gain, each asked once, in the order of the units."""
+    answers = []
+
+    def timed(self, functions, seconds):
+        times = {name: [1.0] * 5 for name in functions}
+        for name in functions:
+            if name != sample.STOCK:
+                times[name] = [0.5 if answers.pop(0) else 2.0] * 5
+        return Timing(times, dict.fromkeys(functions, 1), dict.fromkeys(functions, 0.0))
+
+    monkeypatch.setattr(sample._Measurement, "_timed", timed)
+    monkeypatch.setattr(sample, "SECONDS", 0.0)
+    monkeypatch.setattr(sample, "STEPS", 0)
+    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+    return answers
+
+
+def check(model, report):
+    assert {(e["name"], e["kind"]) for e in report.swapped} == running(model)
+    left = {e["name"] for e in report.skipped} & {name for name, _ in running(model)}
+    for entry in report.skipped:  # what runs for one kind, and not for another, is told apart
+        if entry["name"] in left:
+            kind = entry["reason"].partition(":")[0]
+            assert kind in KINDS and (entry["name"], kind) not in running(model), entry
+
+
+def test_the_report_lists_what_runs(gains):
+    draw = random.Random(1)
+    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(6)]
+    singles = [[number == left for number in range(20)] for left in range(8)]
+    for answers in singles + drawn:
+        gains[:] = answers + [True] * 9
+        model, batch = llama()
+        report = onepass.swap(model, sample=batch, kinds=KINDS)
+        check(model, report)
+        restored = {name for name, _ in running(model)}
+        assert {*onepass.unswap(model)} == restored and not running(model)
+
+
+@pytest.mark.parametrize("kind", ["attention", "rotary", "norm"])
+@pytest.mark.parametrize("gain", [True, False])
+def test_what_an_earlier_swap_took_stays(gains, kind, gain):
+    gains[:] = [gain] * 30
+    model, batch = llama()
+    onepass.swap(model, kinds=kind)
+    report = onepass.swap(model, sample=batch, kinds=KINDS)
+    check(model, report)
+    assert {entry["kind"] for entry in report.swapped} >= {kind}
+
+
+def test_explain_gives_the_reason_of_the_sample(gains):
+    gains[:] = [False] * 30
+    model, batch = llama()
+    onepass.swap(model, sample=batch, kinds=KINDS)
+
+    def reasons():
+        return {entry["reason"] for entry in onepass.explain(model, batch).not_accelerated}
+
+    assert all("no gain on the sample: 0.50" in reason for reason in reasons())
+    onepass.unswap(model)
+    assert reasons() == {"not swapped: onepass.swap(model)"}
