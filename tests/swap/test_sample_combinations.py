@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import onepass
 from onepass.bench.harness import Timing
@@ -86,6 +88,28 @@ def test_what_an_earlier_swap_took_stays(gains, kind, gain):
     report = onepass.swap(model, sample=batch, kinds=KINDS)
     check(model, report)
     assert {entry["kind"] for entry in report.swapped} >= {kind}
+
+
+class Both(nn.Module):
+    """One class for two kinds of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        x = F.linear(x, self.weight)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("kind", ["attention", "linear"])
+def test_a_choice_keeps_kinds_of_one_module_apart(gains, kind):
+    choice = onepass.swap(Both(), kinds=kind).choice
+    model = Both()
+    report = onepass.swap(model, choice=choice)
+    check(model, report)
+    assert [entry["kind"] for entry in report.swapped] == [kind]
+    assert onepass.swap(Both()).choice["swapped"] == [["", "attention"], ["", "linear"]]
 
 
 def test_explain_gives_the_reason_of_the_sample(gains):

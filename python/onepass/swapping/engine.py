@@ -111,8 +111,9 @@ def swap(
             in eval mode its forward, in train mode forward and backward too. Only modules that gain
             by more than the 95 % interval are
             swapped, those of one class and shape together; the others are listed as skipped with
-            their figure. Forward hooks run; the model's state and torch's random state are
-            restored. Needs numpy (`onepass[tools]`).
+            their figure. What a busy machine leaves open is measured again, then listed as too
+            noisy to tell. `Report.choice` keeps the outcome. Forward hooks run; the model's state
+            and torch's random state are restored. Needs numpy (`onepass[tools]`).
         choice: `Report.choice` of an earlier swap, of this model or of a copy, in this process or
             another, also read back from JSON. What that swap took is swapped, by the names of
             modules and kinds, and nothing else; nothing is measured.

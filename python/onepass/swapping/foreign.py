@@ -68,14 +68,19 @@ def eps_of(module: nn.Module, spec: NormSpec | None = None) -> float | None:
     return eps if eps in forward.__code__.co_consts else None
 
 
+def calls_layer_norm(cls: type) -> bool:
+    """Whether the original of a swapped class calls torch's layer norm, which is fast at small
+    inputs."""
+    original = cls._onepass_original
+    if issubclass(original, nn.LayerNorm):
+        return True
+    holds_eps = isinstance(cls._onepass_spec.eps, float)
+    return holds_eps and "layer_norm" in original.forward.__code__.co_names
+
+
 def _is_small(module: nn.Module, input: Tensor) -> bool:
-    """Whether the original is faster: it may call torch's layer norm, as subclasses of that do."""
-    original = module._onepass_original
-    is_torchs = issubclass(original, nn.LayerNorm) or (
-        isinstance(module._onepass_spec.eps, float)
-        and "layer_norm" in original.forward.__code__.co_names
-    )
-    return is_torchs and small_calls.norm_is_small(input)
+    """Whether the original is faster."""
+    return calls_layer_norm(type(module)) and small_calls.norm_is_small(input)
 
 
 def _dtype_under_autocast(module: nn.Module, input: Tensor, weight: Tensor) -> torch.dtype:

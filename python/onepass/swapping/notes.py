@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onepass._ops import device_attention, small_calls
-from onepass.swapping import by_hand, by_name, callsites, classes, matchers
+from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
@@ -236,6 +236,8 @@ def _may_drop(module: nn.Module) -> bool:
 
 
 def _is_layer_norm(cls: type) -> bool:
+    if issubclass(cls, ForeignNormForward):
+        return foreign.calls_layer_norm(cls)
     return issubclass(cls, nn.LayerNorm) and "norm" in cls._onepass_to
 
 

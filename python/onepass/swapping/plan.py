@@ -152,16 +152,27 @@ class Plan:
             self.named
         )
 
-    def leave_out(self, modules: set[int], reason: Because, by_name: bool) -> None:
+    def leave_out(
+        self, modules: set[int], reason: Because, by_name: bool, only: str | None = None
+    ) -> None:
         """Takes the changes of these modules, by id, out of the plan, and if asked all attention
-        by name; they are listed as skipped."""
+        by name; they are listed as skipped.
+
+        Args:
+            only: this kind of the modules' changes; None: all.
+        """
         gone = {
             (change.name, kind): self._items[id(change.module)]
             for change in self.classes
             if id(change.module) in modules
             for kind in change.cls._onepass_to
+            if only in (None, kind)
         }
-        self.classes = [change for change in self.classes if id(change.module) not in modules]
+        self.classes = [
+            left
+            for change in self.classes
+            if (left := _without(change, only) if id(change.module) in modules else change)
+        ]
         if by_name:
             gone |= {(item.names[0], "attention"): item for item, _ in self._wanted}
             self.report._named = [e for e in self.report._named if e not in self.named]
@@ -455,9 +466,9 @@ class Plan:
         self.refused.append(self._skip(item, reason))
 
 
-def _without(change: ClassChange, kind: str) -> ClassChange | None:
-    """The change without the calls of a kind; None if it redirects no others."""
-    cls = without(change.cls, kind)
+def _without(change: ClassChange, kind: str | None) -> ClassChange | None:
+    """The change without the calls of a kind, None: of all; None if it redirects no others."""
+    cls = type(change.module) if kind is None else without(change.cls, kind)
     return change._replace(cls=cls) if is_swapped(cls) else None
 
 

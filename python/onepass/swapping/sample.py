@@ -89,13 +89,12 @@ class Decision(NamedTuple):
             }
             plan.leave_out(modules, Because(Reason[left.reason], left.text), left.by_name)
         chosen = {(name, kind) for name, kind in self.swapped}
-        modules = {
-            id(change.module)
-            for change in plan.classes
-            if any((change.name, kind) not in chosen for kind in change.cls._onepass_to)
-        }
-        by_name = any((name, "attention") not in chosen for name in plan.names_of_named)
-        plan.leave_out(modules, Reason.NOT_CHOSEN.because(), by_name)
+        for kind in plan.kinds:
+            others = {id(c.module) for c in plan.classes if (c.name, kind) not in chosen}
+            by_name = kind == "attention" and any(
+                (name, kind) not in chosen for name in plan.names_of_named
+            )
+            plan.leave_out(others, Reason.NOT_CHOSEN.because(), by_name, kind)
         done = {(entry["name"], entry["kind"]) for entry in plan.report.swapped}
         missing: dict[str, list[str]] = {}
         for name, kind in self.swapped:
