@@ -23,7 +23,7 @@ def writer():
 
 class Layers(nn.Sequential):
     def forward(self, x):
-        clock.now += 1.0
+        clock.count += 1.0
         return super().forward(x)
 
 
@@ -37,7 +37,7 @@ class Attends(nn.Module):
         self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2)
 
     def forward(self, x):
-        clock.now += 1.0
+        clock.count += 1.0
         x = self.norm(x)
         return self.attention(x, x, x, need_weights=False)[0]
 
@@ -49,13 +49,13 @@ def attends():
 class Clock(HostClock):
     """Its time is what models count."""
 
-    now = 0.0
+    count = 0.0
 
     def seconds(self, function, calls: int) -> float:
-        start = self.now
+        start = self.count
         for _ in range(calls):
             function()
-        return self.now - start
+        return self.count - start
 
 
 clock = Clock()
@@ -70,7 +70,7 @@ def slower_norm(monkeypatch):
         forward = cls.forward
 
         def counted(self, *args, **options):
-            clock.now += seconds
+            clock.count += seconds
             return forward(self, *args, **options)
 
         monkeypatch.setattr(cls, "forward", counted)
