@@ -14,7 +14,7 @@ import torch
 
 from tests.install.test_packages import BUILDS, ROOT
 
-tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml: from Python 3.11 on")
 LEFT_OUT = (".git", ".venv", "build", "__pycache__", "_lib", "*.so")
 
 

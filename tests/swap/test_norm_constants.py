@@ -69,7 +69,7 @@ def test_a_number_in_the_forward_is_taken(make, told):
     assert report.swapped[0]["to"] == f"onepass {told}"
     assert report.verify(small())
     x = small().requires_grad_()
-    torch.testing.assert_close(norm(x), stock(x), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(norm(x), stock(x))  # with another eps it is not near
     with torch.no_grad():
         assert pickle.loads(pickle.dumps(norm))(x).equal(norm(x))
 
