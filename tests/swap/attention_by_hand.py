@@ -469,10 +469,11 @@ class Unfollowed(Base):
         if self.way == "twice":
             scores = scores.sin() + capped(scores, 5.0) + Doubled.apply(scores)
         elif self.way == "writes":
-            scores = written(scores)
+            written(scores)
+            scores = scores + scores.sin()
         else:
             scores = capped(scores, 5.0) if self.way == "script" else Doubled.apply(scores)
         return scores.softmax(-1) @ v
 
 
-UNFOLLOWED = ["script", "function", "added", "twice", "with dropout"]
+UNFOLLOWED = ["script", "function", "added", "twice", "with dropout", "writes"]

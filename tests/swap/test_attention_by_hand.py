@@ -196,14 +196,6 @@ def test_code_that_autograd_does_not_follow(way):
     assert fate(ours).reason.startswith("its scores are read by ")
 
 
-def test_code_that_writes_into_scores_raises():
-    """Torch's functions do not see the write, and would read what was before."""
-    _, ours = swapped(cases.Unfollowed)
-    ours.way = "writes"
-    with pytest.raises(RuntimeError):  # TorchScript drops its text
-        ours(tokens())
-
-
 def test_a_gradient_from_code_that_reads_nothing_raises():
     class Constant(torch.autograd.Function):
         @staticmethod

@@ -215,10 +215,10 @@ class Recorder:
         known.idle += bool(self.made)
         if known.taken:
             known.reason = ""
-        elif self.reader and self.reason in ("", _FEW_KEYS):  # of a second product that reads them
-            known.reason = f"its scores are read by {self.reader}"
         elif self.reason:
             known.reason = self.reason
+        elif self.reader:
+            known.reason = f"its scores are read by {self.reader}"
         elif known.idle >= _MOST_IDLE:
             known.reason = "none of its products are softmax(q k^T) v"
         known.is_left = known.reason not in ("", *_OF_ONE_CALL)

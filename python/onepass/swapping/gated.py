@@ -36,6 +36,9 @@ _MOST_ERROR = 1e-12  # relative to the largest number; float64 rounds at 1e-16
 # ---- the forward ---------------------------------------------------------------------------------
 
 
+_gated_activation = functools.partial(visibly, onepass.functional.gated_activation)
+
+
 class GatedForward(ProvenForward):
     """Forward of a gated feed-forward block that was proven to be one.
 
@@ -53,8 +56,7 @@ class GatedForward(ProvenForward):
         options = {"activation": spec.activation, "gate_last": spec.gate_last}
         alike = up is None or (is_plain(up) and up.shape == gate.shape)
         if alike and is_plain(gate):
-            ours = functools.partial(visibly, onepass.functional.gated_activation)
-            hidden = or_torchs(ours, reference.gated_activation, gate, up, **options)
+            hidden = or_torchs(_gated_activation, reference.gated_activation, gate, up, **options)
         else:  # of sharded layers, or of one that was replaced
             hidden = reference.gated_activation(gate, up, **options)
         return getattr(self, spec.down)(hidden)

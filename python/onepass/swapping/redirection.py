@@ -33,6 +33,9 @@ from onepass.swapping.inputs import (
     is_plain,
 )
 
+_linear = functools.partial(visibly, onepass.functional.linear)
+_loss = functools.partial(visibly, onepass.functional.cross_entropy)
+
 
 class _Redirection(TorchFunctionMode):
     """While active, it redirects functions on this thread; torch's namespace does not change."""
@@ -88,8 +91,7 @@ def _multiply(input, weight, bias=None) -> Tensor:
     arguments = (input, weight, bias)
     if not is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
         return F.linear(*arguments)
-    ours = functools.partial(visibly, onepass.functional.linear)
-    return or_torchs(ours, F.linear, *arguments)
+    return or_torchs(_linear, F.linear, *arguments)
 
 
 def _cross_entropy(
@@ -109,8 +111,7 @@ def _cross_entropy(
     if not (is_usual and cross_entropy_gains(*arguments, label_smoothing)):
         named |= dict(size_average=size_average, reduce=reduce)
         return F.cross_entropy(*arguments, **named)
-    ours = functools.partial(visibly, onepass.functional.cross_entropy)
-    return or_torchs(ours, F.cross_entropy, *arguments, **named)
+    return or_torchs(_loss, F.cross_entropy, *arguments, **named)
 
 
 def with_redirected_loss(function, *args, **named):

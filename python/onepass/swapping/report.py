@@ -135,9 +135,8 @@ class Report:
         Returns:
             Verification: prints as one line, and is true if `ok` is True; `ok`, `reason`, `worst`
             (name), `kernels`, `padding`, `dropout_off`, `to_dict()`. `ok` is None where no kernel
-            of onepass ran, or loss and
-            gradients have no digits. Calls that are too small to gain are also verified as in a
-            larger batch.
+            of onepass ran, or loss and gradients have no digits. Calls that are too small to gain
+            are also verified as in a larger batch.
 
         Raises:
             TypeError: forward does not take the batch.

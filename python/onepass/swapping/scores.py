@@ -132,6 +132,7 @@ class _Reading:
     numbers: Tensor | None = None  # where autograd follows
     version: int = 0  # of the numbers when they were computed
     unfollowed: Tensor | None = None  # elsewhere, with a graph of their own
+    is_written: bool = False  # there, so that only there they are right
 
 
 class _Deferred(torch.autograd.Function):
@@ -219,19 +220,20 @@ class Scores(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         """Of code that Python does not follow; it gets numbers without their graph, which
-        `_Deferred` has."""
-        if function._schema.is_mutable:
-            raise RuntimeError(
-                "swap: scores of attention by hand must not be written by code that Python does "
-                f"not follow, got {function.overloadpacket}; onepass.swap(model, exclude=...) "
-                "leaves the module as it is"
-            )
+        `_Deferred` has. What it writes is read from the same numbers."""
         read = _read_by("code that Python does not follow", Scores.unfollowed)
+        given: dict[int, Scores] = {}
+
+        def numbers_of(scores: Scores) -> Tensor:
+            scores.reading.is_written |= function._schema.is_mutable
+            numbers = read(scores).detach()
+            given[id(numbers)] = scores
+            return numbers
+
         with torch.overrides.enable_reentrant_dispatch():
-            args, kwargs = pytree.tree_map_only(
-                Scores, lambda scores: read(scores).detach(), (args, kwargs or {})
-            )
-        return function(*args, **kwargs)
+            args, kwargs = pytree.tree_map_only(Scores, numbers_of, (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda found: given.get(id(found), found), result)
 
     def is_open(self) -> bool:
         """Whether they may be followed: they have not been read, and gradients are on as they were
@@ -247,6 +249,9 @@ class Scores(Tensor):
 
     def read(self) -> Tensor:
         """Their numbers for one of torch's functions, which may be in an autograd.Function."""
+        if self.reading.is_written:
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.ops.aten.alias.default(self)
         is_followed = not self.modes[0] or torch.is_grad_enabled()
         return self.compute() if is_followed else self.unfollowed()
 
