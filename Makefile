@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-slow test-cpus test-integrations lint format docs figures bench gpu-report wheels clean
+.PHONY: build compare generate test test-all test-device test-slow test-cpus test-integrations lint format docs figures bench gpu-report wheels clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -65,7 +65,11 @@ test-slow: $(VENV)/test.stamp build
 	$(PYTEST) -m slow tests $(ARGS)
 	$(PYTEST) --nbmake --nbmake-timeout=300 notebooks
 
-test-all: test test-slow
+# The tests that need a CUDA device, with the CPU in its place.
+test-device: $(VENV)/test.stamp build
+	ONEPASS_TEST_DEVICE=cpu $(PYTEST) -m "device and not slow" tests $(ARGS)
+
+test-all: test test-device test-slow
 
 # Tests that another CPU could fail, on the CPUs that this one can imitate (ARGS="--only avx2").
 test-cpus: $(VENV)/test.stamp build

@@ -19,13 +19,14 @@ PARTS = 8
 
 
 def pack(folder: Path, out: Path, part: int = PART, parts: int = PARTS) -> list[Path]:
-    """Packs the files of `folder` into `out`, in place of an earlier archive; returns its files.
+    """Packs the files in and below `folder` into `out`, in place of an earlier archive.
 
-    Raises OSError if they cannot be written; an earlier archive then stays as it is.
+    Returns the archive's files. Raises OSError if they cannot be written; an earlier archive then
+    stays as it is.
     """
-    files = sorted((file for file in folder.iterdir() if file.is_file()), key=_size)
+    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=_size)
     left_out: list[Path] = []
-    while len(data := _packed(files, left_out)) > part * parts and files:
+    while len(data := _packed(folder, files, left_out)) > part * parts and files:
         left_out.append(files.pop())
     pieces = [data[i : i + part] for i in range(0, len(data), part)]
     names = [NAME] if len(pieces) == 1 else [f"{NAME}.{i}" for i in range(len(pieces))]
@@ -40,13 +41,13 @@ def _size(file: Path) -> int:
     return file.stat().st_size
 
 
-def _packed(files: Sequence[Path], left_out: Sequence[Path]) -> bytes:
+def _packed(folder: Path, files: Sequence[Path], left_out: Sequence[Path]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for file in files:
-            archive.add(file, file.name)
+            archive.add(file, file.relative_to(folder))
         if left_out:
-            text = "".join(f"{file.name}\n" for file in left_out).encode()
+            text = "".join(f"{file.relative_to(folder)}\n" for file in left_out).encode()
             about = tarfile.TarInfo("left-out.txt")
             about.size = len(text)
             archive.addfile(about, io.BytesIO(text))

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
@@ -30,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import gpu_load
-from gpu_machine import ROOT
+from gpu_build import ceilings_command
+from gpu_table import ratios_to_predictions
 
 REPEATS = 10
 WARM_UP = 3
@@ -56,13 +58,15 @@ Call = Callable[[], object]
 # ---- ceilings ------------------------------------------------------------------------------------
 
 
-def ceilings(nvcc: str, arch: str, say: Callable[[str], object], sensors: Any) -> tuple[int, dict]:
+def ceilings(
+    nvcc: str, arch: str, program: Path | None, say: Callable[[str], object], sensors: Any
+) -> tuple[int, dict]:
     """The exit code of the compiler or of the program, and its figures by name."""
+    if program is not None:  # compiled before
+        return figures_of([program], say, sensors)
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "gpu_ceilings"
-        words = [nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-arch=sm_{arch}"]
-        words += [f"-I{ROOT / 'csrc'}", str(ROOT / "benchmarks" / "gpu_ceilings.cu")]
-        code = subprocess.run([*words, "-o", str(program)]).returncode
+        code = subprocess.run(ceilings_command(nvcc, arch, program)).returncode
         return (code, {}) if code else figures_of([program], say, sensors)
 
 
@@ -222,9 +226,34 @@ def times_of(events: Iterable, device: str) -> dict[str, float]:
 # ---- profile -------------------------------------------------------------------------------------
 
 
-def once(device: str, scale: int) -> None:
+def in_order(names: Iterable[str], figures: Path | None, arch: str) -> list[str]:
+    """Names of calls; those first whose measured case in `figures` misses its prediction most."""
+    ratios = ratios_to_predictions(arch, figures) if figures else {}
+
+    def ratio(name: str) -> float:
+        words = case_words(name)
+        found = (of for case, of in ratios.items() if all(word in case for word in words))
+        return min(found, default=math.inf)
+
+    return sorted(names, key=ratio)
+
+
+def case_words(name: str) -> list[str]:
+    """Words of the cases of `onepass bench` that measure what a call does."""
+    call, _, phase = name.partition(", ")
+    kind, *sizes = call.split()
+    if kind == "attention":
+        form = "causal" if "causal" in sizes else "full"
+        return [f"attention/{form}/", f"x{sizes[0]}/", f"/{phase}"]
+    words = {"rms_norm": "norm/rms_norm/", "decode": "decode/", "adamw": "optimizer/adamw/"}
+    return [words[kind], *([f"/{phase}"] if phase else [])]
+
+
+def once(device: str, scale: int, names: Sequence[str] | None = None) -> None:
     """Each call once, between the marks that Nsight Compute heeds; what the profile looks at."""
-    for name, make in calls(device, scale).items():
+    made = calls(device, scale)
+    for name in names or made:
+        make = made[name]
         print(f"call {name}", flush=True)
         try:
             call = warmed(make)
@@ -251,12 +280,17 @@ def looked_at(name: str) -> Iterator[None]:
 
 
 def profile_command(
-    ncu: str, device: str, scale: int, metrics: Iterable[str] = METRICS.values()
+    ncu: str,
+    device: str,
+    scale: int,
+    names: Sequence[str] = (),
+    metrics: Iterable[str] = METRICS.values(),
 ) -> list[str]:
     words = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--nvtx"]
     words += ["--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics)]
     words += ["--kernel-name", "regex:attention_|norm_|optimizer_"]
-    return [*words, sys.executable, __file__, "calls", "--device", device, "--scale", str(scale)]
+    words += [sys.executable, __file__, "calls", "--device", device, "--scale", str(scale)]
+    return [*words, *(["--calls", *names] if names else [])]
 
 
 def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
@@ -297,13 +331,13 @@ def profile(lines: Iterable[str], say: Callable[[str], object]) -> list[dict]:
 
 
 def profiled(
-    ncu: str, device: str, scale: int, say: Callable[[str], object]
+    ncu: str, device: str, scale: int, names: Sequence[str], say: Callable[[str], object]
 ) -> tuple[list[dict], int, list[str]]:
     """(rows, exit code, output) of Nsight Compute. It profiles nothing if it does not know one of
     the metrics; then it runs once more without that one."""
     metrics = list(METRICS.values())
     while True:
-        words = profile_command(ncu, device, scale, metrics)
+        words = profile_command(ncu, device, scale, names, metrics)
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -361,6 +395,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ncu", default="ncu", metavar="PROGRAM")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--scale", type=int, default=1, help="divides the sizes")
+    parser.add_argument("--program", type=Path, metavar="FILE", help="of ceilings, compiled before")
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        metavar="FOLDER",
+        help="of `bench`: a profile begins with what misses its prediction most",
+    )
+    parser.add_argument("--most", type=int, metavar="N", help="calls of a profile")
+    parser.add_argument("--calls", nargs="+", metavar="NAME", help="of calls, in this order")
     args = parser.parse_args(argv)
 
     def say(line: str) -> None:
@@ -368,16 +411,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     code, rows = 0, None
     if args.what == "calls":
-        once(args.device, args.scale)
+        once(args.device, args.scale, args.calls)
         return 0
     if args.what in ("ceilings", "split"):
         with closing(gpu_load.sensors()) as sensors:
             if args.what == "ceilings":
-                code, rows = ceilings(args.nvcc, args.arch, say, sensors)
+                code, rows = ceilings(args.nvcc, args.arch, args.program, say, sensors)
             else:
                 rows = split(args.device, args.scale, say, sensors)
     else:
-        rows, code, printed = profiled(args.ncu, args.device, args.scale, say)
+        names = in_order(calls(args.device, args.scale), args.figures, args.arch)
+        rows, code, printed = profiled(args.ncu, args.device, args.scale, names[: args.most], say)
         if code or not rows:
             print("".join(printed[-20:]), end="", file=sys.stderr)
             if any(NO_COUNTERS in line for line in printed):

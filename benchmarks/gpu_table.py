@@ -6,6 +6,7 @@ import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 GOALS = json.loads((FOLDER / "goals.json").read_text(encoding="utf-8"))["cuda"]
@@ -21,7 +22,8 @@ def markdown(report: Mapping, measured: Sequence[Mapping], compared: Sequence[Ma
     lines = [f"## {machine['gpu']}", "", f"`make gpu-report`, {report['date']}: {', '.join(facts)}"]
     for result in measured:
         lines += ["", *_figures(result)]
-    lines += _predicted(str(machine.get("capability")), [r for m in measured for r in m["rows"]])
+    rows = [row for result in measured for row in result["rows"]]
+    lines += _predicted_rows(predicted(str(machine.get("capability")), rows))
     if compared:
         lines += ["", "| Model (`onepass compare --device cuda`) | times faster | training |"]
         lines += ["| --- | --- | --- |", *map(_model_row, compared)]
@@ -58,20 +60,41 @@ def _figures(result: Mapping) -> list[str]:
     return lines
 
 
-def _predicted(capability: str, rows: Sequence[Mapping]) -> list[str]:
-    """A table of what was predicted beside what was measured, the farthest below first."""
+class Predicted(NamedTuple):
+    """A case beside its prediction: a share, or TFLOP/s."""
+
+    of_low: float  # measured / the lower end of what was predicted
+    name: str
+    what: str
+    low: float
+    high: float
+    value: float
+
+
+def predicted(capability: str, rows: Sequence[Mapping]) -> list[Predicted]:
+    """Measured cases that have a prediction, the farthest below first."""
     found = []
     for row in rows:
-        of = _first(PREDICTIONS.get(capability, {}), row["name"])
-        for what, (low, high) in of.items():
+        for what, (low, high) in _first(PREDICTIONS.get(capability, {}), row["name"]).items():
             value = _share(row) if what == "share" else row.get("gflops", 0.0) / 1e3
             if value:
-                found.append((value / low, row["name"], what, low, high, value))
+                found.append(Predicted(value / low, row["name"], what, low, high, value))
+    return sorted(found)
+
+
+def ratios_to_predictions(capability: str, folder: Path) -> dict[str, float]:
+    """What was measured in the files of a folder, by case, over the lower end predicted."""
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("bench-*.json"))]
+    rows = [row for result in found for row in result["rows"]]
+    return {of.name: of.of_low for of in predicted(capability, rows)}
+
+
+def _predicted_rows(found: Sequence[Predicted]) -> list[str]:
     if not found:
         return []
     lines = ["", "| Predicted before a device was seen | predicted | measured | of the lower end |"]
     lines.append("| --- | --- | --- | --- |")
-    for ratio, name, what, low, high, value in sorted(found):
+    for ratio, name, what, low, high, value in found:
         text = (lambda x: f"{x:.0%}".replace("%", " %")) if what == "share" else "{:.0f}".format
         span = text(low) if low == high else f"{text(low)} to {text(high)}"
         unit = "" if what == "share" else " TFLOP/s"

@@ -139,7 +139,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
 def pytest_collection_modifyitems(items: list) -> None:
-    """ONEPASS_TEST_EVERY=10 keeps every tenth test, for the quick runs of test_lower_levels."""
+    """ONEPASS_TEST_EVERY=10 keeps every tenth test, for the quick runs of test_lower_levels, and
+    ONEPASS_TEST_FIRST=device the first of each file that has this mark (tests/device)."""
     for item in items:  # workers of xdist must collect the same names
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"a test's name must hold no address, got {item.nodeid}")
@@ -147,6 +148,9 @@ def pytest_collection_modifyitems(items: list) -> None:
     cpus.mark(items)
     items[:] = executors.of_this_level(items)
     items[:] = items[:: int(os.environ.get("ONEPASS_TEST_EVERY", "1"))]
+    if mark := os.environ.get("ONEPASS_TEST_FIRST"):
+        marked = [item for item in reversed(items) if item.get_closest_marker(mark)]
+        items[:] = reversed({item.path: item for item in marked}.values())
 
 
 def pytest_report_header() -> str:

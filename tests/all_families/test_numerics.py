@@ -51,6 +51,21 @@ def test_a_small_bias_shows_in_many_16_bit_elements():
     assert numerics.compare(scaled[:100], ref[:100], base[:100]).ok  # too few to tell
 
 
+def test_a_few_large_elements_tell_no_bias():
+    """Their rounding errors are nearly all of the mean, however many small ones there are."""
+    torch.manual_seed(0)
+    ref = torch.randn(100_000, dtype=torch.float64) * 1e-6
+    ref[:20] += torch.linspace(1, 2, 20, dtype=torch.float64)
+    ours, base = ref.half(), ref.half()
+    up, down = torch.tensor([9.0, -9.0]).half()
+    ours[:20] = torch.nextafter(ours[:20], up)  # all on one side
+    base[:20:2], base[1:20:2] = (
+        torch.nextafter(base[:20:2], up), torch.nextafter(base[1:20:2], down),
+    )  # fmt: skip
+    result = numerics.compare(ours, ref, base)
+    assert result.ok and result.bias_bound == 0
+
+
 def test_not_finite_elements_must_stand_where_the_references_do():
     ref = torch.tensor([1.0, math.nan, math.inf, -math.inf], dtype=torch.float64)
     assert numerics.compare(ref.float(), ref, ref.float()).ok

@@ -1,6 +1,13 @@
-"""A machine that is not here, as `make gpu-report` describes it."""
+"""A machine that is not here, as `make gpu-report` describes it, and the report's own modules."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # as where its programs are run as scripts
 
 FACTS = {
     "gpu": "NVIDIA H100 80GB HBM3",
@@ -9,3 +16,4 @@ FACTS = {
     "cuda": "13.0",
     "commit": "0123456789ab",
 }
+TOOLS = {name: f"/usr/bin/{name}" for name in ("nvcc", "compute-sanitizer", "ncu")}

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.test_gpu_report import FACTS, gpu_report
+from tests.bench.machines import FACTS
+
+import gpu_plan  # isort: skip
+from gpu_step import read_json  # isort: skip
+from gpu_table import markdown  # isort: skip
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +80,7 @@ REPORT = {
 
 
 def test_table():
-    lines = gpu_report.markdown(REPORT, [BENCH], [COMPARED]).splitlines()
+    lines = markdown(REPORT, [BENCH], [COMPARED]).splitlines()
     assert lines[0] == "## NVIDIA H100 80GB HBM3"
     assert "driver 580.1, cuda 13.0, torch 2.11.0+cu130, commit 0123456789ab" in lines[2]
     text = "\n".join(lines)
@@ -123,7 +127,7 @@ ATTENTION = BENCH | {
 
 
 def test_table_of_attention():
-    lines = gpu_report.markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
+    lines = markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
     assert (
         "Copy of a large tensor: 3012 GB/s; torch's matmul in bfloat16: 701 TFLOP/s. Goals of "
         "speed reached in 2 of 2 cases."
@@ -145,7 +149,7 @@ def test_table_of_attention():
 
 def test_predictions():
     """What falls short most is first; another device has none."""
-    lines = gpu_report.markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
+    lines = markdown(REPORT, [BENCH, ATTENTION], []).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("| Predicted before a"))
     case = "attention/full/bfloat16/4x16x4096x128"
     assert lines[first + 2 : first + 5] == [
@@ -154,7 +158,7 @@ def test_predictions():
         "| decode/grouped/bfloat16/1x32on8x1x32768x128 | 60 % to 70 % | 81 % | 1.35 |",
     ]
     other = REPORT | {"machine": FACTS | {"capability": 80}}
-    assert "Predicted" not in gpu_report.markdown(other, [BENCH, ATTENTION], [])
+    assert "Predicted" not in markdown(other, [BENCH, ATTENTION], [])
 
 
 def test_every_prediction_is_of_a_case():
@@ -168,7 +172,7 @@ def test_every_prediction_is_of_a_case():
 
 
 def test_table_without_any_figures():
-    text = gpu_report.markdown(REPORT, [], [])
+    text = markdown(REPORT, [], [])
     assert "| build | ok | 41 |  |" in text and "eager" not in text
 
 
@@ -181,16 +185,16 @@ def test_bench_and_compare_write_what_the_table_reads(tmp_path):
     compare += ["--json", "compare.json", "--threads", "1"]
     for command in (bench, compare):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    figures = gpu_report.read_json(tmp_path / "bench.json")
-    compared = gpu_report.read_json(tmp_path / "compare.json")
-    text = gpu_report.markdown(REPORT, [figures], [compared])
+    figures = read_json(tmp_path / "bench.json")
+    compared = read_json(tmp_path / "compare.json")
+    text = markdown(REPORT, [figures], [compared])
     assert "| layer_norm float32 64x96 | " in text and "| GPT, " in text
     cases = f"{len(figures['rows'])} cases"
-    assert gpu_report.judge_bench(0, "", tmp_path / "bench.json").detail == cases
+    assert gpu_plan.judge_bench(0, "", tmp_path / "bench.json").detail == cases
     attention = [*words, "bench", "attention", "decode", "--quick", "--threads", "1"]
     attention += ["--case", "*/causal/*/1x2x*", "--json", "attention.json"]
     subprocess.run(attention, cwd=tmp_path, check=True, capture_output=True)
-    text = gpu_report.markdown(REPORT, [gpu_report.read_json(tmp_path / "attention.json")], [])
+    text = markdown(REPORT, [read_json(tmp_path / "attention.json")], [])
     assert "| causal float32 1x2x48x16 | " in text and "A call on a tensor of 1x2x4x8: " in text
-    judged = gpu_report.judge_compare(0, "", tmp_path / "compare.json")
+    judged = gpu_plan.judge_compare(0, "", tmp_path / "compare.json")
     assert judged.result in ("ok", "failed") and judged.detail == compared["verdict"]["sentence"]

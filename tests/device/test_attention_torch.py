@@ -409,7 +409,7 @@ def test_messages():
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_swap_and_verify(dtype):
+def test_swap_and_verify(torchs_products, dtype):
     model, x = Attention(p=0.1).to(DEVICE, dtype), randn(2, 70, 128, dtype=dtype)
     report = onepass.swap(model)
     assert {entry["name"] for entry in report.swapped} == {"", "norm", "cross"}

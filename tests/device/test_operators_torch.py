@@ -233,7 +233,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_swap_and_verify(dtype):
+def test_swap_and_verify(torchs_products, dtype):
     model = Model().to(DEVICE, dtype)
     ids = (torch.arange(24).reshape(2, 12) % 11).to(DEVICE)
     report = onepass.swap(model)

@@ -1,63 +1,62 @@
-"""Every instance of a kernel once, on the device, in less than a minute.
-
-The calls are those of test_each_instance of each family, which knows under the emulator that no
-instance is left out (but one that only a device with less shared memory takes). Each family has a
-process of its own: after an illegal access no other kernel runs in a process.
-"""
+"""The smoke program: every instance on a device, and what it says of one that is wrong."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
 from tests.device.common import needs_device
-from tests.emulator.executors import DEVICE, OnDevice, replaced_operators
-from tests.support import fresh
+from tests.device.smoke import FAMILIES
+from tests.support import resumed
 
-pytestmark = needs_device
+# In the place of the device's calls: some raise, give other values, or end the process.
+FAULTS = """
+import os, sys
+from tests.device import smoke
+from tests.emulator.executors import OnDevice
+from tests.support import resumed
 
-FAMILIES = ("norm", "modulated_norm", "dropout", "gate", "group_norm", "loss", "rotary")
-FAMILIES += ("attention_decode", "attention", "optimizer")
+before = OnDevice.run
 
+def run(self, op, *arguments, **keywords):
+    if self.count == 3:
+        raise RuntimeError("an illegal access")
+    if self.count == 7:
+        os.abort()
+    found = before(self, op, *arguments, **keywords)
+    return found * 1.5 if self.count == 5 else found
 
-class Smoke(OnDevice):
-    """In the place of the emulator. Of its settings a device takes the bytes by which tensors are
-    not aligned."""
-
-    def set(self, shift: int | None = None, **settings: int) -> None:
-        if shift is not None:
-            self.shift = shift
-
-    done = (None,)  # no counts
-
-    @contextlib.contextmanager
-    def under_the_package(self):
-        with replaced_operators(lambda op: functools.partial(self.run, op)):
-            yield
-
-    @contextlib.contextmanager
-    def sanitized(self, build: str, *kernels: str, **settings: int):
-        yield
+OnDevice.run = run
+raise SystemExit(smoke.main(sys.argv[1]))
+"""
 
 
-def run(family: str) -> None:
-    """The calls of a family; raises at the first that fails."""
-    smoke = Smoke()
-    each_instance = importlib.import_module(f"tests.{family}.test_cuda").each_instance
-    if family == "optimizer":  # whose steps have tensors on the device: its state stays there
-        each_instance(smoke, None)
-    else:
-        with smoke.under_the_package():
-            each_instance(smoke)
-    assert smoke.calls
-    print(f"{smoke.calls} calls on {DEVICE}")
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=needs_device) for family in FAMILIES]
+)
+def test_each_instance_runs(tmp_path, family):
+    code = resumed.run(tmp_path / "cases", 60.0, "tests.device.smoke", [family])
+    found, _ = resumed.results(tmp_path / "cases")
+    assert code == 0 and found, [case for case in found.values() if case.outcome == "failed"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_instance_runs(family):
-    result = fresh.run(f"from tests.device.test_smoke import run; run({family!r})")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert f" calls on {DEVICE}" in result.stdout
+def test_a_fault_is_one_line_and_the_next_calls_run(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-m", "tests.support.resumed", "--results", tmp_path / "cases"]
+    done = subprocess.run(
+        [*words, "faulty", "dropout"],
+        env=os.environ | {"ONEPASS_TEST_DEVICE": "cpu", "PYTHONPATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    found = list(resumed.results(tmp_path / "cases")[0].values())
+    assert done.returncode == 1 and len(found) == 50, done.stderr
+    bad = {case.case.split(":")[0]: case.why for case in found if case.outcome == "failed"}
+    assert list(bad) == ["dropout 3", "dropout 5", "dropout 7"]
+    assert bad["dropout 3"] == "RuntimeError: an illegal access"
+    assert bad["dropout 5"] == "AssertionError: result 0 is off by 5.0e-01"
+    assert bad["dropout 7"] == "ended its process: SIGABRT"
+    assert "float32 1000" in found[0].case

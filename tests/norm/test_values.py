@@ -82,7 +82,7 @@ def test_mixed_dtypes(executor, rms, residual):
 @kinds
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_16_bit_results_are_unbiased(rms, residual, dtype):
-    check(make(rms, 128, 256, dtype, residual=residual))  # above the rule's 4,096 elements
+    check(make(rms, 128, 256, dtype, residual=residual))  # enough for the rule's bias
 
 
 @rms_or_layer

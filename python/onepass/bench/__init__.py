@@ -124,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or threads)
     try:
-        result, rows, limits, interrupted = _run(cases, args, goals)
+        result, rows, limits, interrupted = _run(cases, args, goals, files.get("--json"))
     finally:
         torch.set_num_threads(threads)
     if args.json == STDOUT:
@@ -135,8 +135,7 @@ def main(args: argparse.Namespace) -> int:
         print_doubts(result, rows)
         print_tables(rows)
         print_footer(result, limits)
-    as_json = json.dumps(result, indent=1).encode()
-    written = [write_or_say("bench", "--json", files.get("--json"), as_json)]
+    written = [_write_json(files.get("--json"), result)]
     if "--plot" in files:
         from onepass.bench.plot import plot
 
@@ -154,8 +153,15 @@ def _cases(args: argparse.Namespace) -> list:
     return [case for module in modules for case in module.cases(args.quick, args.device)]
 
 
-def _run(cases: list, args: argparse.Namespace, goals: Goals):
-    """(the JSON object, rows in the order of cases, ceilings, whether Ctrl-C came)."""
+def _write_json(file: OutputFile | None, result: dict) -> bool:
+    return write_or_say("bench", "--json", file, json.dumps(result, indent=1).encode())
+
+
+def _run(cases: list, args: argparse.Namespace, goals: Goals, file: OutputFile | None):
+    """(the JSON object, rows in the order of cases, ceilings, whether Ctrl-C came).
+
+    With --stream `file` has the figures so far after each case, whatever ends this process.
+    """
     from onepass.bench.case import MIN_ROUNDS, PLACES, measure
     from onepass.bench.ceilings import BIG_BYTES, CUDA_BIG_BYTES, ceilings, cuda_ceilings
     from onepass.bench.harness import MIN_ROUNDS as ROUNDS_AT_ONE_PLACE
@@ -199,6 +205,7 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
                     rows[pending.name] = row
                     if args.stream:
                         print(figure(row), flush=True)
+                        _write_json(file, found())
                 except KeyboardInterrupt:  # the figures of earlier cases are still reported
                     interrupted = True
                     left_out.append(pending.name)
@@ -209,11 +216,24 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
             of_family[family] += time.perf_counter() - begin
             pending = next(ordered, None)
 
-    machine, others = machine_facts(), OtherLoad()
+    def found() -> dict:
+        return {
+            "command": command_line(),
+            "device": args.device,
+            "machine": machine,
+            "ceilings": limits.to_dict(),
+            "recycled_memory": recycled,
+            "other_load": None if on_cuda else others.cores(),
+            "failed": failed,
+            "left_out": left_out,
+            "quick": args.quick,
+            "rows": [rows[case.name].to_dict() for case in cases if case.name in rows],
+        }
+
+    machine, others, recycled = machine_facts(), OtherLoad(), None
     sensors = Sensors() if on_cuda else None
     if sensors is not None:
         limits = cuda_ceilings(CUDA_BIG_BYTES // 16, 2048) if args.quick else cuda_ceilings()
-        recycled = None
         run_while(fresh=False)
         sensors.close()
     else:
@@ -222,19 +242,7 @@ def _run(cases: list, args: argparse.Namespace, goals: Goals):
         with recycled_memory() as recycled:
             run_while(fresh=False)
     in_order = [rows[case.name] for case in cases if case.name in rows]
-    result = {
-        "command": command_line(),
-        "device": args.device,
-        "machine": machine,
-        "ceilings": limits.to_dict(),
-        "recycled_memory": recycled,
-        "other_load": None if on_cuda else others.cores(),
-        "failed": failed,
-        "left_out": left_out,
-        "quick": args.quick,
-        "rows": [row.to_dict() for row in in_order],
-    }
-    return result, in_order, limits, interrupted
+    return found(), in_order, limits, interrupted
 
 
 def _refuse(message: str) -> int:
