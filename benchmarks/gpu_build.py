@@ -39,7 +39,7 @@ def digest() -> str:
 def carried(capability: int, folder: Path | None = None) -> str:
     """Why the carried libraries are of no use for a device; empty if they are."""
     folder = folder or CARRIED
-    if not folder.is_dir():
+    if not (folder / SOURCES).is_file():  # written last
         return "nothing was carried"
     arch, _, of = (folder / SOURCES).read_text().partition(" ")
     if arch != str(capability):
@@ -93,6 +93,7 @@ def prepare(facts: Mapping, nvcc: str, python: str = sys.executable) -> int:
     words = build_command(facts, python, site)
     environment = os.environ | {"CUDACXX": nvcc}
     CARRIED.mkdir(parents=True, exist_ok=True)
+    (CARRIED / SOURCES).unlink(missing_ok=True)
     program = ceilings_command(nvcc, facts["capability"], CARRIED / CEILINGS)
     for command in (words, program):
         if code := subprocess.run(command, env=environment).returncode:
