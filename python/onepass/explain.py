@@ -134,12 +134,14 @@ def _stock_modules(module: torch.nn.Module) -> list[dict]:
     found, would = plan.report.to_dict(), []
     for entry in plan.report.swapped:
         name, kind = entry["name"], entry["kind"]
-        part, reason = module.get_submodule(name), ""
+        part, reason = module.get_submodule(name), None
         if (name, kind) not in plan.report._earlier:
             advice = _NOT_SWAPPED + " before torch.compile" * (name in compiled)
             reason = LEFT_OUT.get(part, {}).get(kind, advice)
         elif kind == "attention" and name in compiled and by_hand.is_lost_in_graphs(part):
             reason = by_hand.IN_COMPILED
+        elif kind == "attention":
+            reason = by_hand.left_alone(part)
         if reason:
             would.append({"name": name, "type": entry["from"], "reason": reason})
     return [*would, *found["skipped"], *found["unknown"]]

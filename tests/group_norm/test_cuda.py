@@ -40,6 +40,7 @@ def moved(shape, groups: int, dtype, last: bool) -> tuple[int, int, int, int]:
 
     Forward: input twice, output, two sums of each channel's part written and read, statistics;
     and the numbers of a channel, by every warp of a row, or by every thread that has the channel.
+    Where results are written, a row of up to two parts of the least length has one warp.
     Backward: doutput and input twice, dinput, the sums written once and read twice, once with the
     weight; two means of a group beside the numbers of a channel.
     """
@@ -49,11 +50,13 @@ def moved(shape, groups: int, dtype, last: bool) -> tuple[int, int, int, int]:
     parts, threads, _ = cut(shape, last)
     sums = 2 * batch * parts * channels * wide
     statistics = 2 * batch * groups * wide
-    readers = batch * parts * channels * (THREADS // threads if last else threads // LANES)
+    rows = batch * parts * channels
+    readers = rows * (THREADS // threads if last else threads // LANES)
+    writers = rows if not last and shape[2] * shape[3] < 2048 * parts else readers
     channel = 2 * wide + 2 * size
-    ahead = 2 * tensor + sums + readers * channel, tensor + sums + statistics
-    weights = batch * parts * channels * size
-    back = 4 * tensor + 2 * sums + weights + readers * (2 * channel + 2 * wide)
+    ahead = 2 * tensor + sums + writers * channel, tensor + sums + statistics
+    back = 4 * tensor + 2 * sums + rows * size
+    back += readers * channel + writers * (channel + 2 * wide)
     return *ahead, back, tensor + sums + statistics + 2 * channels * size
 
 

@@ -5,6 +5,8 @@ cuobjdump and nvdisasm, which it calls, come with the tests (nvidia-cuda-*): nvc
 
 from __future__ import annotations
 
+import heapq
+import math
 import re
 import shutil
 import subprocess
@@ -107,6 +109,77 @@ def loops(code: str) -> list[str]:
         "\n".join(text for address, text in code if first <= address <= last)
         for first, last in back
     ]
+
+
+_JUMP = re.compile(r"\b(BRA|BRX|JMP|CALL|RET|EXIT)\b")
+_ALWAYS = re.compile(r"(BRA 0x|BRX|JMP|RET|EXIT)")  # without a condition
+_NOWHERE = re.compile(r"(CALL|BRX)\b")  # slow paths, and jumps by a table; without a condition
+
+
+def _blocks(code: str) -> list[tuple[list[str], list[int]]]:
+    """Machine code cut at jumps: (instructions, numbers of the blocks that may come next)."""
+    lines = instructions(code)
+    at = {address: i for i, (address, _) in enumerate(lines)}
+    targets, starts = {}, {0}
+    for i, (_, text) in enumerate(lines):
+        if not _JUMP.search(text):
+            continue
+        starts.add(i + 1)
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if target and (goal := at.get(int(target[1], 16))) is not None:
+            targets[i] = goal
+            starts.add(goal)
+    firsts = sorted(start for start in starts if start < len(lines))
+    number = {first: i for i, first in enumerate(firsts)}
+    blocks = []
+    for first, end in zip(firsts, [*firsts[1:], len(lines)], strict=True):
+        texts = [text for _, text in lines[first:end]]
+        following = [number[targets[end - 1]]] if end - 1 in targets else []
+        if end in number and not _ALWAYS.match(texts[-1]):
+            following.append(number[end])
+        blocks.append((texts, following))
+    return blocks
+
+
+def fewest(code: str, needs: dict[str, int], whole: bool = False) -> int:
+    """The length of the shortest way that has `needs`, a number of instructions by pattern: once
+    through a loop, or through the whole kernel.
+
+    A bound from below: which conditions exclude each other is not known here.
+    """
+    blocks = _blocks(code)
+    patterns, wanted = [re.compile(pattern) for pattern in needs], tuple(needs.values())
+    has = [tuple(sum(bool(p.search(t)) for t in texts) for p in patterns) for texts, _ in blocks]
+    closed = [bool(_NOWHERE.match(texts[-1])) for texts, _ in blocks]
+
+    def shortest(first: int, last: int | None) -> float:
+        start = (first, (0,) * len(wanted))
+        lengths, left = {start: 0}, [(0, start)]
+        while left:
+            length, place = heapq.heappop(left)
+            number, got = place
+            if length > lengths[place] or closed[number]:
+                continue
+            texts, following = blocks[number]
+            length += len(texts)
+            got = tuple(min(w, g + h) for w, g, h in zip(wanted, got, has[number], strict=True))
+            is_end = "EXIT" in texts[-1] if last is None else number == last
+            if is_end and got == wanted:
+                return length
+            if number == last:
+                continue
+            for after in following:
+                if last is not None and after <= first:
+                    continue
+                if length < lengths.get((after, got), math.inf):
+                    lengths[after, got] = length
+                    heapq.heappush(left, (length, (after, got)))
+        return math.inf
+
+    if whole:
+        return shortest(0, None)
+    back = [(to, at) for at, (_, following) in enumerate(blocks) for to in following if to <= at]
+    return min((shortest(to, at) for to, at in back), default=math.inf)
 
 
 _ACCESS = re.compile(

@@ -344,6 +344,15 @@ class Read(Base):
         return att @ v
 
 
+class ReadBranch(Read):
+    flash = False
+
+    def attend(self, q, k, v):
+        if self.flash:
+            return F.scaled_dot_product_attention(q, k, v)
+        return super().attend(q, k, v)
+
+
 class TopKeys(Base):
     def attend(self, q, k, v):
         scores = q @ k.mT * 0.3

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
-from onepass._ops import small_calls
+from onepass._ops import dispatch_log, small_calls
 from onepass.swapping import by_hand_proof
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
@@ -389,6 +389,22 @@ def test_report():
     assert [entry["name"] for entry in later.swapped] == ["a", "b", "c"]
     assert "runs as it was written" in later.summary()
     assert any("read by max" in e["reason"] for e in onepass.explain(model["b"], x).not_accelerated)
+
+
+def test_report_of_a_branch_that_stays():
+    """A class with both branches whose own is not taken: that is said beside the other."""
+    model = nn.Sequential(cases.ReadBranch())
+    report = onepass.swap(model, kinds=("attention",))
+    model(tokens())
+    reason = "computes attention by hand, and runs as it was written: its scores are read by max"
+    assert [entry["name"] for entry in report.swapped] == ["0"] and not report.skipped
+    assert f"0: {reason}" in report.details() and "becomes one call" not in report.details()
+    explained = onepass.explain(model, tokens()).not_accelerated
+    assert [line["reason"] for line in explained if line["name"] == "0"] == [reason]
+    model[0].flash = True
+    with dispatch_log.record() as calls:
+        model(tokens())
+    assert [call["op"] for call in calls] == ["attention"]
 
 
 def test_on_a_gpu(monkeypatch):

@@ -45,6 +45,22 @@ def test_a_module_that_refuses_another_class_is_skipped():
     assert types(model) == before[0]
 
 
+class Disguised(nn.LayerNorm):
+    """Another class to `isinstance`, as proxies are."""
+
+    @property
+    def __class__(self):
+        return nn.LayerNorm
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_class_that_is_a_property_stays(dry_run):
+    model = nn.Sequential(Disguised(8), nn.LayerNorm(8))
+    report = onepass.swap(model, dry_run=dry_run)
+    assert names(report.swapped) == {"1"} and type(model[0]) is Disguised
+    assert report.skipped[0]["reason"] == "it refuses another class: it has a __class__ of its own"
+
+
 class Attends(nn.Module):
     def __init__(self, inner=None):
         super().__init__()

@@ -11,6 +11,8 @@ import onepass
 from onepass._ops import small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping.matchers import KINDS
+from tests.swap import attention_by_hand
+from tests.test_conventions import declared_ops
 
 LEAST_NORM = dict(small_calls.LEAST_NORM)  # a fixture of all tests removes them
 
@@ -59,7 +61,7 @@ def llama():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2,
+        num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1,
     )  # fmt: skip
     ids = torch.arange(32).reshape(2, 16)
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
@@ -83,6 +85,22 @@ def losses():
     return Classifier(), (torch.randn(32, 16), torch.arange(32))
 
 
+def by_hand():
+    return attention_by_hand.NanoGPT(0.2), torch.randn(2, 12, 16)
+
+
+def adaptive():
+    from tests.swap import small_models  # which skips without transformers
+
+    return small_models.adaptive(), (torch.randn(2, 9, 64), torch.randn(2, 64))
+
+
+def lazy():
+    from tests.swap import lazy_logits_cases
+
+    return lazy_logits_cases.make("Llama"), lazy_logits_cases.labelled()
+
+
 EXPECTED = {
     "gpt": {"norm_forward", "attention_forward", "linear_forward"},
     "encoder": {"norm_forward", "attention_forward", "linear_epilogue_forward"},
@@ -90,6 +108,9 @@ EXPECTED = {
     "llama": {"norm_forward", "attention_forward", "gate_forward", "rotary_forward"},
     "images": {"group_norm_forward"},
     "losses": {"linear_forward", "loss_forward"},
+    "by_hand": {"attention_forward", "linear_forward"},
+    "adaptive": {"modulated_norm_forward"},
+    "lazy": {"linear_loss"},
 }
 
 
@@ -97,18 +118,22 @@ EXPECTED = {
 def all_kinds_gain(slow_products, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_LOSS_CALLS", 0)
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)
+    monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
 
 
 WITH_DROPOUT = {"gpt": {"dropout_forward"}, "encoder": set()}
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("make", [gpt, encoder, rms, llama, images, losses])
+@pytest.mark.parametrize(
+    "make", [gpt, encoder, rms, llama, images, losses, by_hand, adaptive, lazy]
+)
 def test_every_operator_that_is_wrong_is_found(make, training):
     torch.manual_seed(0)
     model, batch = make()
     model.train(training)
-    report = onepass.swap(model, kinds=KINDS)
+    options = dict(kinds="loss", lazy_logits=True) if make is lazy else dict(kinds=KINDS)
+    report = onepass.swap(model, **options)
     with Wrong() as mode:
         result = report.verify(batch)
     assert result.ok and result.dropout_off == ""
@@ -122,6 +147,14 @@ def test_every_operator_that_is_wrong_is_found(make, training):
     assert missed == [], f"of {sorted(mode.seen)}"
 
 
+def test_every_kind_is_here():
+    """Of the operators that swapped modules call, each is expected of a model above."""
+    expected = set().union(*EXPECTED.values(), *WITH_DROPOUT.values())
+    declared = {name.removeprefix("onepass::") for name in declared_ops()}
+    forward = {name for name in declared if name.endswith(("_forward", "linear_loss"))}
+    assert expected == forward - {"branch_forward"}  # which no swap calls
+
+
 def test_a_wrong_operator_is_found_in_small_calls_too(monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST_NORM)
     report = onepass.swap(nn.Sequential(nn.LayerNorm(64)))
@@ -132,3 +165,13 @@ def test_a_wrong_operator_is_found_in_small_calls_too(monkeypatch):
     for name in mode.seen:
         with Wrong(name):
             assert report.verify(x).ok is False
+
+
+@pytest.mark.parametrize("name", ["norm", "dropout"])
+def test_what_rounding_to_16_bits_hides_exceeds_the_bound_of_its_kernel(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 64))
+    report = onepass.swap(model.bfloat16(), kinds=("norm", "dropout"))
+    with Wrong(f"{name}_forward", 1.02):
+        shares = report.verify(torch.randn(256, 64).bfloat16()).shares
+    assert shares["layer_norm" if name == "norm" else name] > 1.0

@@ -198,6 +198,17 @@ def test_frozen_outputs_without_digits_cannot_tell():
     assert str(result).startswith("cannot tell: outputs have no digits to compare (")
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_number_that_never_changes_cannot_tell(frozen):
+    """Without a gradient it is told by its exact value in float32, too."""
+    for after, ok in ((lambda y: 0.0 * y.detach().sum() + 3.0, None), (lambda y: y.std(), True)):
+        model = Norm(after).requires_grad_(not frozen)
+        result = onepass.swap(model).verify(X)
+        assert result.ok is ok
+    result = onepass.swap(Norm(lambda y: 0.0 * y.detach().sum() + 3.0)).verify(X)
+    assert result.reason == "outputs have no digits to compare (constant)"
+
+
 def test_some_values_without_digits_do_no_harm(monkeypatch):
     model = Norm(lambda y: (y, 0.0 * y, 1e-42 * y, torch.full_like(y, torch.nan)))
     report = onepass.swap(model)

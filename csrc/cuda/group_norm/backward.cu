@@ -24,10 +24,9 @@ __device__ __forceinline__ A silu_slope(A z) {
 }
 
 // dz of an element; h is the normalised input.
-template <class A>
-__device__ __forceinline__ A dz_of(const GroupNorm& args, A doutput, A h, A weight, A bias) {
-  if (args.activation == Activation::kNone) return doutput;
-  return doutput * silu_slope(multiply_add(h, weight, bias));
+template <bool kSilu, class A>
+__device__ __forceinline__ A dz_of(A doutput, A h, A weight, A bias) {
+  return kSilu ? doutput * silu_slope(multiply_add(h, weight, bias)) : doutput;
 }
 
 // Channels first: the sums of dz and of dz * h.
@@ -48,14 +47,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  row.offset(args, args.input_stride.batch), columns, pack);
       const auto d = Types::load(args.doutput, args.doutput_dtype,
                                  row.offset(args, args.doutput_stride.batch), columns, pack);
-      ONEPASS_UNROLL
-      for (int e = 0; e < kPack; ++e) {
-        if (!columns.has(pack, e)) continue;
-        const A h = (Types::value(x, e) - of.mean) * of.rstd;
-        const A dz = dz_of(args, Types::value(d, e), h, of.weight, of.bias);
-        sum[0] += dz;
-        sum[1] = multiply_add(dz, h, sum[1]);
-      }
+      visit_silu(args, [&]<bool kSilu>() {
+        ONEPASS_UNROLL
+        for (int e = 0; e < kPack; ++e) {
+          if (!columns.has(pack, e)) continue;
+          const A h = (Types::value(x, e) - of.mean) * of.rstd;
+          const A dz = dz_of<kSilu>(Types::value(d, e), h, of.weight, of.bias);
+          sum[0] += dz;
+          sum[1] = multiply_add(dz, h, sum[1]);
+        }
+      });
     });
   }
   reduce_row(sum, work.threads_per_row, scratch);
@@ -91,16 +92,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto d =
         Types::load(args.doutput, args.doutput_dtype, place.offset(args.doutput_stride, pixel),
                     columns, place.pixel_block);
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) {
-      const Channel<A>& of = channels.of[e];
-      const A h = (Types::value(x, e) - of.mean) * of.rstd;
-      const A weight = sizeof(A) == 8 ? sums[e * kThreads + own] : of.weight;
-      const A bias = sizeof(A) == 8 ? sums[(kPack + e) * kThreads + own] : of.bias;
-      const A dz = dz_of(args, Types::value(d, e), h, weight, bias);
-      sum[e] += dz;
-      sum_h[e] = multiply_add(dz, h, sum_h[e]);
-    }
+    visit_silu(args, [&]<bool kSilu>() {
+      ONEPASS_UNROLL
+      for (int e = 0; e < kPack; ++e) {
+        const Channel<A>& of = channels.of[e];
+        const A h = (Types::value(x, e) - of.mean) * of.rstd;
+        const A weight = sizeof(A) == 8 ? sums[e * kThreads + own] : of.weight;
+        const A bias = sizeof(A) == 8 ? sums[(kPack + e) * kThreads + own] : of.bias;
+        const A dz = dz_of<kSilu>(Types::value(d, e), h, weight, bias);
+        sum[e] += dz;
+        sum_h[e] = multiply_add(dz, h, sum_h[e]);
+      }
+    });
   }
   ONEPASS_UNROLL
   for (int e = 0; e < kPack; ++e) {
@@ -145,13 +148,34 @@ __global__ void __launch_bounds__(kThreads, 1)
   store_global(mean_gh + group, static_cast<A>(sum[1] / count));
 }
 
+// The numbers that dinput of a channel needs.
 template <class A>
-__device__ __forceinline__ A dinput_of(const GroupNorm& args, A doutput, A x, const Channel<A>& of,
-                                       A mean_g, A mean_gh) {
-  const A h = (x - of.mean) * of.rstd;
-  const A dz = dz_of(args, doutput, h, of.weight, of.bias);
-  // Not fused: the difference is exactly zero in a group of one element.
-  return multiply_add(-h, mean_gh, dz * of.weight - mean_g) * of.rstd;
+struct GradientChannel {
+  const Channel<A>& of;
+  A mean_g;
+  A mean_gh;
+};
+
+// dinput of a pack; channel_of(e): the numbers of an element's channel.
+template <class Types>
+__device__ __forceinline__ typename Types::Kept dinputs_of(const GroupNormBackward& args,
+                                                           const typename Types::Kept& doutput,
+                                                           const typename Types::Kept& x,
+                                                           auto&& channel_of) {
+  using A = typename Types::A;
+  A dx[kPack];
+  visit_silu(args, [&]<bool kSilu>() {
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      const GradientChannel<A> channel = channel_of(e);
+      const Channel<A>& of = channel.of;
+      const A h = (Types::value(x, e) - of.mean) * of.rstd;
+      const A dz = dz_of<kSilu>(Types::value(doutput, e), h, of.weight, of.bias);
+      // Not fused: the difference is exactly zero in a group of one element.
+      dx[e] = multiply_add(-h, channel.mean_gh, dz * of.weight - channel.mean_g) * of.rstd;
+    }
+  });
+  return Types::round(dx, args.input_dtype);
 }
 
 template <class Types, bool kAligned>
@@ -169,13 +193,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                                row.offset(args, args.input_stride.batch), columns, pack);
     const auto d = Types::load(args.doutput, args.doutput_dtype,
                                row.offset(args, args.doutput_stride.batch), columns, pack);
-    A dx[kPack];
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) {
-      dx[e] = dinput_of(args, Types::value(d, e), Types::value(x, e), of, g, gh);
-    }
     Types::store(args.dinput, args.input_dtype, row.offset(args, args.channels * args.pixels),
-                 columns, pack, Types::round(dx, args.input_dtype));
+                 columns, pack,
+                 dinputs_of<Types>(args, d, x, [&](int) { return GradientChannel<A>{of, g, gh}; }));
   });
 }
 
@@ -203,14 +223,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto d =
         Types::load(args.doutput, args.doutput_dtype, place.offset(args.doutput_stride, pixel),
                     columns, place.pixel_block);
-    A dx[kPack];
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) {
-      dx[e] = dinput_of(args, Types::value(d, e), Types::value(x, e), channels.of[e], g[e], gh[e]);
-    }
     Types::store(args.dinput, args.input_dtype,
                  (place.sample * args.pixels + pixel) * args.channels, columns, place.pixel_block,
-                 Types::round(dx, args.input_dtype));
+                 dinputs_of<Types>(args, d, x, [&](int e) {
+                   return GradientChannel<A>{channels.of[e], g[e], gh[e]};
+                 }));
   }
 }
 
@@ -271,13 +288,14 @@ void run_backward(const GroupNormBackward& args, const Plan& plan, const Layout&
     if (args.dinput) {
       launch<group_norm_means_kernel<A>>(shape_of_groups(args), context.stream, args, work, sums,
                                          mean_g, mean_gh);
-      shape.shared_bytes = 0;
+      const Work of_results = work_of_results(args, work);
+      const LaunchShape results{.blocks = blocks_of(args, of_results), .threads = kThreads};
       if (args.channels_last) {
-        launch<group_norm_pixel_backward_kernel<Types, kAligned>>(shape, context.stream, args, work,
-                                                                  g, gh);
+        launch<group_norm_pixel_backward_kernel<Types, kAligned>>(results, context.stream, args,
+                                                                  of_results, g, gh);
       } else {
-        launch<group_norm_backward_kernel<Types, kAligned>>(shape, context.stream, args, work, g,
-                                                            gh);
+        launch<group_norm_backward_kernel<Types, kAligned>>(results, context.stream, args,
+                                                            of_results, g, gh);
       }
     }
     if (args.dweight || args.dbias) {

@@ -19,10 +19,22 @@ __device__ __forceinline__ Moments<A> add_lanes(Moments<A> own) {
   return own;
 }
 
-template <class A>
-__device__ __forceinline__ A output_of(const GroupNorm& args, A x, const Channel<A>& of) {
-  const A z = multiply_add((x - of.mean) * of.rstd, of.weight, of.bias);
-  return args.activation == Activation::kNone ? z : Activated<Activation::kSilu, A>(z).value();
+// The results of a pack; channel_of(e): the numbers of an element's channel.
+template <class Types>
+__device__ __forceinline__ typename Types::Kept outputs_of(const GroupNormForward& args,
+                                                           const typename Types::Kept& x,
+                                                           auto&& channel_of) {
+  using A = typename Types::A;
+  A y[kPack];
+  visit_silu(args, [&]<bool kSilu>() {
+    ONEPASS_UNROLL
+    for (int e = 0; e < kPack; ++e) {
+      const Channel<A> of = channel_of(e);
+      const A z = multiply_add((Types::value(x, e) - of.mean) * of.rstd, of.weight, of.bias);
+      y[e] = kSilu ? Activated<Activation::kSilu, A>(z).value() : z;
+    }
+  });
+  return Types::round(y, args.output_dtype);
 }
 
 // Channels first: mean and sum of squared deviations of a part.
@@ -148,11 +160,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for_each_pack<kAligned>(row, work, [&](const auto& columns, int64_t pack) {
     const auto x = Types::load(args.input, args.input_dtype,
                                row.offset(args, args.input_stride.batch), columns, pack);
-    A y[kPack];
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) y[e] = output_of(args, Types::value(x, e), of);
     Types::store(args.output, args.output_dtype, row.offset(args, args.channels * args.pixels),
-                 columns, pack, Types::round(y, args.output_dtype));
+                 columns, pack, outputs_of<Types>(args, x, [&](int) { return of; }));
   });
 }
 
@@ -167,12 +176,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int64_t pixel = place.begin + place.row; pixel < place.end; pixel += place.rows) {
     const auto x = Types::load(args.input, args.input_dtype, place.offset(args.input_stride, pixel),
                                columns, place.pixel_block);
-    A y[kPack];
-    ONEPASS_UNROLL
-    for (int e = 0; e < kPack; ++e) y[e] = output_of(args, Types::value(x, e), channels.of[e]);
     Types::store(args.output, args.output_dtype,
                  (place.sample * args.pixels + pixel) * args.channels, columns, place.pixel_block,
-                 Types::round(y, args.output_dtype));
+                 outputs_of<Types>(args, x, [&](int e) { return channels.of[e]; }));
   }
 }
 
@@ -217,8 +223,8 @@ void run_statistics(const GroupNormForward& args, const Layout& layout, int64_t 
 
 void run_forward(const GroupNormForward& args, const Plan& plan, const Layout& layout,
                  void* workspace, const Context& context) {
-  const Work& work = layout.work;
-  const LaunchShape shape{.blocks = plan.splits, .threads = kThreads};
+  const Work work = work_of_results(args, layout.work);
+  const LaunchShape shape{.blocks = blocks_of(args, work), .threads = kThreads};
   visit_types(args, args.input_dtype == args.output_dtype, layout.aligned,
               [&]<class Types, bool kAligned>() {
                 using A = typename Types::A;

@@ -58,6 +58,13 @@ inline Work work_of(const GroupNorm& args) {
   return work;
 }
 
+// The work of the kernel that writes the results. It adds nothing up, so a warp may take a row of
+// eight packs per lane: to find a thread's place costs as many instructions as a pack.
+inline Work work_of_results(const GroupNorm& args, Work work) {
+  if (!args.channels_last && work.step < 2 * kPartPixels) work.threads_per_row = kLanes;
+  return work;
+}
+
 inline int64_t blocks_of(const GroupNorm& args, const Work& work) {
   if (args.channels_last) return args.batch * work.parts * work.pixel_blocks;
   const int64_t rows_per_block = kThreads / work.threads_per_row;
@@ -73,6 +80,13 @@ struct Channel {
   A weight;
   A bias;
 };
+
+// Calls f.operator()<whether there is silu>(), once for a pack: a branch for each element would
+// leave nothing to do while its exponential is computed.
+template <class F>
+__device__ __forceinline__ void visit_silu(const GroupNorm& args, F&& f) {
+  visit_bool(args.activation != Activation::kNone, f);
+}
 
 template <class A>
 __device__ __forceinline__ A load_value(const void* base, DType dtype, int64_t index, A missing) {
@@ -143,11 +157,12 @@ struct PartRow {
   }
 };
 
-// Calls body(columns, pack) for each pack of a thread.
+// Calls body(columns, pack) for each pack of a thread. With kAligned it has all its elements, and
+// the compiler knows it.
 template <bool kAligned, class Body>
 __device__ __forceinline__ void for_each_pack(const PartRow& row, const Work& work, Body&& body) {
   const StridedColumns<kAligned> columns{work.threads_per_row, row.thread, row.cols};
-  for (int64_t pack = 0; columns.reaches(pack); ++pack) body(columns, pack);
+  for (int64_t pack = 0; columns.has(pack, 0); ++pack) body(columns, pack);
 }
 
 // ---- channels last: the place of a thread ------------------------------------------------------

@@ -139,9 +139,10 @@ __global__ void __launch_bounds__(kMostThreads<Args, kAligned>, 1)
   SharedMemory shared;
   A* scratch = shared.take<A>(kReduceScratch<1>);
   A* other_scratch = shared.take<A>(kReduceScratch<2>);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_per_block = static_cast<int>(blockDim.x) / threads_per_row;
-  const int group = thread / threads_per_row;
+  // A row has one warp or the block: nothing is divided by threads_per_row.
+  const bool shares_block = threads_per_row == kLanes;
+  const int rows_per_block = shares_block ? static_cast<int>(blockDim.x) / kLanes : 1;
+  const int group = shares_block ? static_cast<int>(threadIdx.x) / kLanes : 0;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + group;
   const WarpColumns<kAligned, kPacks> columns(threads_per_row, args.cols);
   const bool has_row = row < args.rows;
@@ -214,7 +215,8 @@ __global__ void __launch_bounds__(kMostThreads<Args, kAligned>, 1)
     variance = sums[1] / n - correction * correction;
   }
   const A rstd = inverse_root(variance, args.eps);
-  if (thread % threads_per_row == 0) store_statistics(args, row, mean, rstd);
+  const int first = group * threads_per_row;  // thread of the row
+  if (static_cast<int>(threadIdx.x) == first) store_statistics(args, row, mean, rstd);
   ONEPASS_UNROLL
   for (int p = 0; p < kPacks; ++p) {
     if (!columns.reaches(p)) continue;

@@ -3,6 +3,7 @@
 // back ends agree bit for bit. The formulas and their sources are there.
 #pragma once
 
+#include "core/visit.h"
 #include "cuda/ptx.cuh"
 #include "ops/optimizer.h"
 
@@ -76,7 +77,7 @@ __device__ __forceinline__ A scaled_gradient(const Scalars<A>& s, A param, A gra
   return s.has_gradient_decay ? multiply_add(s.gradient_decay, param, scaled) : scaled;
 }
 
-// amsgrad as a template argument: one branch per row instead of one per element.
+// Settings are template arguments: one branch per row instead of one per element.
 template <bool kAmsgrad, class A>
 __device__ __forceinline__ void adam(const Scalars<A>& s, A& param, A gradient, A& average,
                                      A& square, A& top) {
@@ -92,12 +93,12 @@ __device__ __forceinline__ void adam(const Scalars<A>& s, A& param, A gradient, 
   param = multiply_add(-s.step_size, average / denominator, param * s.param_factor);
 }
 
-template <class A>
+template <bool kBuffer, bool kNesterov, class A>
 __device__ __forceinline__ void sgd(const Scalars<A>& s, A& param, A gradient, A& buffer) {
   A g = scaled_gradient(s, param, gradient);
-  if (s.moments > 0) {
+  if constexpr (kBuffer) {
     buffer = s.is_first ? g : multiply_add(s.momentum, buffer, s.momentum_gain * g);
-    g = s.nesterov ? multiply_add(s.momentum, buffer, g) : buffer;
+    g = kNesterov ? multiply_add(s.momentum, buffer, g) : buffer;
   }
   param = multiply_add(-s.step_size, g, param);
 }
@@ -106,8 +107,10 @@ template <class A>
 __device__ __forceinline__ void lion(const Scalars<A>& s, A& param, A gradient, A& average) {
   const A g = gradient * s.gradient_factor;
   const A u = s.average1(average, g);
-  // The step with u's sign; u itself where it is zero or NaN.
-  const A signed_step = u > A(0) ? s.step_size : u < A(0) ? -s.step_size : u;
+  // The step with u's sign; u itself where it is zero or NaN. Two conditions, each of which selects
+  // a number: for one inside the other the compiler branches.
+  const A below = u < A(0) ? -s.step_size : u;
+  const A signed_step = u > A(0) ? s.step_size : below;
   param = param * s.param_factor - signed_step;
   average = s.average2(average, g);
 }
@@ -116,27 +119,24 @@ template <Algorithm kAlgorithm, class A, int kCount>
 __device__ __forceinline__ void update(const Scalars<A>& s, A (&param)[kCount],
                                        const A (&gradient)[kCount],
                                        A (&moment)[kMomentsOf<kAlgorithm>][kCount]) {
-  if constexpr (kAlgorithm == Algorithm::kAdam) {
-    if (s.moments > 2) {
-      ONEPASS_UNROLL
-      for (int e = 0; e < kCount; ++e) {
-        adam<true>(s, param[e], gradient[e], moment[0][e], moment[1][e], moment[2][e]);
-      }
-    } else {
-      ONEPASS_UNROLL
-      for (int e = 0; e < kCount; ++e) {
-        adam<false>(s, param[e], gradient[e], moment[0][e], moment[1][e], moment[2][e]);
-      }
-    }
-  } else {
+  const auto each = [&](auto&& element) {
     ONEPASS_UNROLL
-    for (int e = 0; e < kCount; ++e) {
-      if constexpr (kAlgorithm == Algorithm::kSgd) {
-        sgd(s, param[e], gradient[e], moment[0][e]);
-      } else {
-        lion(s, param[e], gradient[e], moment[0][e]);
-      }
-    }
+    for (int e = 0; e < kCount; ++e) element(e);
+  };
+  if constexpr (kAlgorithm == Algorithm::kAdam) {
+    visit_bool(s.moments > 2, [&]<bool kAmsgrad>() {
+      each([&](int e) {
+        adam<kAmsgrad>(s, param[e], gradient[e], moment[0][e], moment[1][e], moment[2][e]);
+      });
+    });
+  } else if constexpr (kAlgorithm == Algorithm::kSgd) {
+    visit_bool(s.moments > 0, [&]<bool kBuffer>() {
+      visit_bool(s.nesterov, [&]<bool kNesterov>() {
+        each([&](int e) { sgd<kBuffer, kNesterov>(s, param[e], gradient[e], moment[0][e]); });
+      });
+    });
+  } else {
+    each([&](int e) { lion(s, param[e], gradient[e], moment[0][e]); });
   }
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +34,7 @@ NOTE = (
     "{names}: softmax(q k^T) v by hand becomes one call of attention, once a first call of it has "
     "proven that; the report, printed again after that call, tells whether it was made"
 )
+IN_PART = "{names}: {reason}; calls of F.scaled_dot_product_attention are onepass's"
 IN_COMPILED = (
     "inside torch.compile attention by hand runs as it was written; compile the rest, or leave the "
     "attention's module out with torch.compiler.disable"
@@ -56,23 +58,33 @@ def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
     return known.is_left or small_calls.attention_by_hand_is_small(module, args, is_masked)
 
 
-def fates(
-    model: nn.Module | None, changes: Iterable[Change]
-) -> tuple[dict[str, Because], list[str]]:
-    """(why modules of a report are left alone, by name, if they call no attention of torch's
-    either; names of modules that have not run yet)."""
-    left, waiting = {}, []
+def left_alone(module: nn.Module) -> Because | None:
+    """Why a swapped module's attention runs as it was written; None while that is not known."""
+    known = fate(module)
+    return Reason.BY_HAND.because(known.reason) if known.reason and not known.taken else None
+
+
+class Fates(NamedTuple):
+    """What became of the modules of a report, by name."""
+
+    left: dict[str, Because]  # why they are left alone
+    in_part: dict[str, Because]  # the same of those that call torch's attention, too
+    waiting: list[str]  # have not run yet
+
+
+def fates(model: nn.Module | None, changes: Iterable[Change]) -> Fates:
+    found = Fates({}, {}, [])
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}
     for module, _, swapped in changes:
         calls = getattr(swapped, "_onepass_spec", ())
         if "attention_by_hand" not in calls or id(module) not in names:
             continue
-        known = fate(module)
-        if known.reason and not known.taken and "attention" not in calls:
-            left[names[id(module)]] = Reason.BY_HAND.because(known.reason)
-        elif not known.reason and not known.taken:
-            waiting.append(names[id(module)])
-    return left, waiting
+        name, reason = names[id(module)], left_alone(module)
+        if reason:
+            (found.in_part if "attention" in calls else found.left)[name] = reason
+        elif not fate(module).taken:
+            found.waiting.append(name)
+    return found
 
 
 def is_lost_in_graphs(module: nn.Module) -> bool:

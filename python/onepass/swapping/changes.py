@@ -58,6 +58,8 @@ class Change(NamedTuple):
 def refusal(module: nn.Module, cls: type) -> str:
     """Why a module does not let its class be set; empty if it does. Its own `__setattr__` is tried
     on a shallow copy."""
+    if any("__class__" in vars(base) for base in type(module).__mro__[:-1]):
+        return "it has a __class__ of its own"
     if type(module).__setattr__ is nn.Module.__setattr__ or hasattr(type(module), "__del__"):
         return ""
     twin = object.__new__(type(module))

@@ -60,17 +60,22 @@ class Report:
 
     def _complete(self) -> list[str]:
         """Moves modules whose own attention turned out to be no `softmax(q k^T) v` to the skipped
-        ones; returns the notes, with one on modules whose is not known yet."""
-        left, waiting = by_hand.fates(self._model, self._changes)
-        for entry in [entry for entry in self.swapped if entry["name"] in left]:
+        ones; returns the notes, with some on modules that call torch's attention, too, and on
+        those whose is not known yet."""
+        fates = by_hand.fates(self._model, self._changes)
+        for entry in [entry for entry in self.swapped if entry["name"] in fates.left]:
             if entry["kind"] == "attention":
                 self.swapped.remove(entry)
-                reason = left[entry["name"]]
+                reason = fates.left[entry["name"]]
                 self.skipped.append(
                     {"name": entry["name"], "type": entry["from"], "reason": reason}
                 )
-        names = ", ".join(grouped(waiting))
-        return [by_hand.NOTE.format(names=names)] * bool(waiting) + self.notes
+        names = ", ".join(grouped(fates.waiting))
+        notes = [by_hand.NOTE.format(names=names)] * bool(fates.waiting)
+        for reason in dict.fromkeys(fates.in_part.values()):
+            names = [name for name, because in fates.in_part.items() if because == reason]
+            notes.append(by_hand.IN_PART.format(names=", ".join(grouped(names)), reason=reason))
+        return notes + self.notes
 
     def to_dict(self) -> dict[str, list]:
         """The lists as plain JSON-able data."""

@@ -265,8 +265,10 @@ def deviations_of(
         why = silent[name]
         if not why and allowed >= 1.0:
             why = NO_BETTER
-        if not why and ref.dim() == 0 and is_constant:
-            why = CONSTANT
+        if not why and ref.dim() == 0:
+            # Alone, it is told by having no more digits in float64.
+            is_exact = ref.dtype != dtypes[name] and not (gradients or stock[name])
+            why = CONSTANT if is_constant or is_exact else ""
         deviations.append(Deviation(name, ours[name] / size, stock[name], allowed, decides, why))
     return deviations
 
