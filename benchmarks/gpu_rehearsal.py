@@ -7,6 +7,8 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import gpu_build
@@ -56,6 +58,16 @@ def tools() -> dict[str, str]:
         program.chmod(0o755)
     _carry()
     return {name: str(FOLDER / name) for name in PROGRAMS}
+
+
+def python() -> str:
+    """A Python with the packages of this one, but not its editable onepass: a line of a .pth file
+    adds a folder without the .pth files in it."""
+    folder = FOLDER / "python"
+    venv.create(folder, symlinks=True)
+    site = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+    (Path(site) / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "bin" / "python")
 
 
 def _carry() -> None:

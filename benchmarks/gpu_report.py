@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.calls == ["prepare"]:
         return prepare(args.arch)
     try:
-        machine, tools = stand_ins() if args.rehearse else find_all(os.environ)
+        machine, tools, python = (
+            stand_ins() if args.rehearse else (*find_all(os.environ), sys.executable)
+        )
     except Obstacle as obstacle:
         print(f"gpu-report: {obstacle}", file=sys.stderr)
         return 2
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder = args.out.resolve() / slug(machine["gpu"])
     where = gpu_plan.Where(
-        machine, tools, folder, folder / LOGS, environment_of_steps(args.rehearse),
+        machine, tools, folder, folder / LOGS, environment_of_steps(args.rehearse), python,
         device="cpu" if args.rehearse else "cuda",
     )  # fmt: skip
     calls = gpu_plan.plan(where)
@@ -168,10 +170,10 @@ def prepare(arch: int) -> int:
     return gpu_build.prepare({"capability": arch, "torch": "any"}, nvcc)
 
 
-def stand_ins() -> tuple[dict, dict[str, str]]:
+def stand_ins() -> tuple[dict, dict[str, str], str]:
     import gpu_rehearsal
 
-    return gpu_rehearsal.machine(), gpu_rehearsal.tools()
+    return gpu_rehearsal.machine(), gpu_rehearsal.tools(), gpu_rehearsal.python()
 
 
 def output_files():
