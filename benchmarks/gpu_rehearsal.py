@@ -79,7 +79,9 @@ def _carry() -> None:
     for name in gpu_build.LIBRARIES:
         if (libraries / name).exists():
             shutil.copy(libraries / name, gpu_build.CARRIED)
-    facts = {"ONEPASS_TORCH_HEADERS": "unknown", "ONEPASS_CPU_LEVELS_TEXT": "unknown"}
+    built = onepass._C.build_info()
+    facts = {"ONEPASS_TORCH_HEADERS": built["torch_headers"]}
+    facts |= {"ONEPASS_CPU_LEVELS_TEXT": built["cpu_levels"]}
     facts |= {"ONEPASS_CUDA_ARCHS_TEXT": str(CAPABILITY), "ONEPASS_CUDA_VERSION": "13.0"}
     lines = [f'set({name} "{text}")\n' for name, text in facts.items()]
     (gpu_build.CARRIED / gpu_build.FACTS).write_text("".join(lines))
