@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
@@ -176,7 +176,7 @@ class _AttentionBackward(torch.autograd.Function):
             )
             return [None if leaf is None else next(gradients) for leaf in leaves]
 
-        gradients = double_backward.vjp(
+        gradients = derivatives.vjp(
             formula,
             (doutput, dlse, *tensors[: len(BITS)]),
             [

@@ -8,7 +8,7 @@ from torch import Tensor
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
 from onepass._memory_order import like
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
 from onepass._ops.dispatch_log import logged
@@ -228,7 +228,7 @@ class _BranchBackward(torch.autograd.Function):
             gradient if ctx.mask & bit else None
             for gradient, bit in zip(second, (_INPUT, _COLUMN_SCALE), strict=True)
         ]
-        return (*double_backward.vjp(formula, inputs, wanted), *(None,) * 5)
+        return (*derivatives.vjp(formula, inputs, wanted), *(None,) * 5)
 
 
 _apply_branch = applied(_Branch)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
@@ -130,7 +130,7 @@ class _GroupNormBackward(torch.autograd.Function):
             return [next(first) if t is not None else None for t in (input, weight, bias)]
 
         wanted = [ctx.mask & bit for bit in (_INPUT, _WEIGHT, _BIAS)]
-        gradients = double_backward.vjp(
+        gradients = derivatives.vjp(
             formula,
             ctx.saved_tensors,
             [gradient if want else None for gradient, want in zip(second, wanted, strict=True)],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_as_rows, run_each
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
 from onepass._ops.dispatch_log import logged
@@ -216,7 +216,7 @@ class _LinearBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *second):
         wanted = zip(second, ctx.dtypes, strict=True)
-        gradients = double_backward.vjp(
+        gradients = derivatives.vjp(
             reference.linear_backward,
             ctx.saved_tensors,
             [None if dtype is None else gradient for gradient, dtype in wanted],

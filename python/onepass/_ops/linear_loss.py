@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, loss, tracing
+from onepass._ops import derivatives, fake_checks, loss, tracing
 from onepass._ops.decomposition import decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
@@ -282,7 +282,7 @@ class _LinearLossBackward(torch.autograd.Function):
         cotangents = [
             gradient if ctx.mask >> place & 1 else None for place, gradient in enumerate(second)
         ]
-        return *double_backward.vjp(formula, inputs, cotangents), *(None,) * 8
+        return *derivatives.vjp(formula, inputs, cotangents), *(None,) * 8
 
 
 _apply = applied(_LinearLoss)

@@ -8,7 +8,7 @@ from torch import Tensor
 from onepass._arguments import refuse_gradient, refuse_second_derivative
 from onepass._mapping import is_mapped, refuse_mapped, run_each
 from onepass._negative import refuse_where_written
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
@@ -140,7 +140,7 @@ class _LossBackward(torch.autograd.Function):
         def formula(dloss, input):
             return [reference.cross_entropy_backward(dloss, input, target, weight, *options)]
 
-        dloss, dinput = double_backward.vjp(formula, [dloss, input], [second])
+        dloss, dinput = derivatives.vjp(formula, [dloss, input], [second])
         return None, dinput, *(None,) * 6, dloss, None, None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass._arguments import refuse_gradient
 from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
@@ -229,7 +229,7 @@ class _ModulatedNormBackward(torch.autograd.Function):
             dgate = (dbranch * branch).sum_to_size(each.shape)
             return dbranch * each, dx, dscale, dshift, dgate.reshape(gate.shape)
 
-        gradients = double_backward.vjp(
+        gradients = derivatives.vjp(
             formula,
             inputs,
             [

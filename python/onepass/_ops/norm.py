@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
     applied,
@@ -215,7 +215,7 @@ class _NormBackward(torch.autograd.Function):
             return _dropped(dx, dropout_p, seed), dx, dweight, dbias
 
         wanted = [bool(mask & bit) for bit in (_INPUT, _RESIDUAL, _WEIGHT, _BIAS)]
-        gradients = double_backward.vjp(
+        gradients = derivatives.vjp(
             formula,
             inputs,
             [gradient if want else None for gradient, want in zip(second, wanted, strict=True)],

@@ -9,7 +9,7 @@ from onepass._arguments import refuse_gradient, refuse_inplace, require_writable
 from onepass._compiling import require_fixed_offsets
 from onepass._mapping import refuse_mapped, run_each
 from onepass._negative import refuse_where_written
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import derivatives, fake_checks, tracing
 from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
 from onepass._ops.differentiation import (
@@ -373,7 +373,7 @@ class _NormedRotaryBackward(torch.autograd.Function):
         bits = (_QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT)
         second = [d if mask & bit else None for d, bit in zip(second, bits, strict=True)]
         inputs = [dquery_out, dkey_out, query, key, *weights]
-        *found, dquery_weight, dkey_weight = double_backward.vjp(formula, inputs, second)
+        *found, dquery_weight, dkey_weight = derivatives.vjp(formula, inputs, second)
         return *found, *(None,) * 7, dquery_weight, dkey_weight, None, None, None
 
 
