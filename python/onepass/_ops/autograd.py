@@ -96,9 +96,10 @@ def differentiable(
         (torch.autograd.Function,),
         {method: staticmethod(getattr(module, method)) for method in methods},
     )
-    differentiated = [*writer.of, passed] if passed else writer.of
+    differentiated = [*writer.of, *([passed] if passed else ()), *(refused or ())]
     operator = Operator(name, forward, function, differentiated, writer.given)
-    operator.backward, operator.source = backward, operator.source + source
+    operator.backward, operator.apply_backward = backward, module.apply_backward
+    operator.source += source
     return operator
 
 

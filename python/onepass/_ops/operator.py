@@ -144,7 +144,8 @@ class Operator:
     ):
         self.forward, self.function = forward, function
         arguments = ", ".join(forward.arguments)
-        self.source = _CALLS.format(
+        template = _CALLS if given else _CALLS + _METHODS
+        self.source = template.format(
             arguments=arguments,
             with_defaults=", ".join(map(forward.with_default, forward.arguments)),
             differentiated=", ".join(differentiated),
@@ -180,7 +181,9 @@ def in_trace({with_defaults}):
     if is_differentiated({differentiated}):
         return apply({given})
     return forward_op({arguments})
+"""
 
+_METHODS = """
 
 def forward({arguments}):
     return forward_op({arguments})
