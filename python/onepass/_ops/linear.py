@@ -78,7 +78,7 @@ def _compute_epilogue(input, weight, bias, residual, seed, dropout_p, activation
         has_slope = activation != Activation.NONE
         save = save or (has_slope and is_differentiated(input, weight, bias))
         return _apply_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
-    return _epilogue.op(input, weight, bias, residual, seed, dropout_p, activation, save)
+    return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
 
 
 class _Epilogue(torch.autograd.Function):
@@ -88,11 +88,11 @@ class _Epilogue(torch.autograd.Function):
 
     @staticmethod
     def forward(input, weight, bias, residual, seed, dropout_p, activation, save):
-        return _epilogue.op(input, weight, bias, residual, seed, dropout_p, activation, save)
+        return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
 
     @staticmethod
     def formula(*arguments):
-        return _epilogue.definition(*arguments)
+        return _epilogue_operator.definition(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -136,7 +136,7 @@ def _before_epilogue(ctx, doutput, preactivation, seed):
     if seed is None and preactivation is None:
         return doutput.to(dtype)
     if not is_differentiated_again():
-        return _epilogue_backward.op(doutput, preactivation, seed, p, activation, dtype)
+        return _epilogue_backward(doutput, preactivation, seed, p, activation, dtype)
     # create_graph=True: by operators that can be differentiated.
     doutput, preactivation = wide(doutput, preactivation)
     if seed is not None:
@@ -212,11 +212,12 @@ def _epilogue_gradient(doutput, out_dtype):
     return doutput.new_empty(doutput.shape, dtype=out_dtype or doutput.dtype)
 
 
-_epilogue = Raw(
+_epilogue_operator = Raw(
     "linear_epilogue_forward", _epilogue_outputs, _epilogue_definition, unless=("seed",)
 )
-_epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient)
-run_as_rows(_epilogue.op, 0, 3, unless=(4,))  # with a seed: dropout counts rows within a sample
-run_as_rows(_epilogue_backward.op, 0, 1, unless=(2,))
+_epilogue = _epilogue_operator.op
+_epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient).op
+run_as_rows(_epilogue, 0, 3, unless=(4,))  # with a seed: dropout counts rows within a sample
+run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
 _apply_epilogue = applied(_Epilogue)
-_traced_epilogue = tracing.operator("linear_epilogue", _epilogue.op, _compute_epilogue)
+_traced_epilogue = tracing.operator("linear_epilogue", _epilogue, _compute_epilogue)
