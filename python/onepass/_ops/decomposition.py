@@ -20,16 +20,6 @@ FORMULAS: dict[torch._ops.OpOverload, Callable] = {}
 EXPORTED: dict[torch._ops.OpOverload, Callable] = {}
 
 
-def decomposes(op, *, unless: tuple[str, ...] = ()) -> Callable:
-    """Decorates a function that computes `op` in torch's operators; see `register`."""
-
-    def decorate(formula: Callable) -> Callable:
-        register(op, formula, unless)
-        return formula
-
-    return decorate
-
-
 def register(op, formula: Callable, unless: Sequence[str]) -> None:
     """Makes `formula` the definition of `op` in torch's operators.
 
