@@ -36,8 +36,8 @@ from onepass._ops.differentiation import applied, is_differentiated
 
 
 class Raw:
-    """`onepass::name`, an operator of csrc. It has its check run first in fakes, and once for each
-    sample under vmap.
+    """`onepass::name`, an operator of csrc. Its fake runs its check first, which under vmap runs on
+    every sample.
 
     Args:
         fake: what the results look like, of the arguments by name.
@@ -89,7 +89,6 @@ class Raw:
             return function(**{name: given[name] for name in taken})
 
         call.taken = taken
-
         return call
 
     def with_default(self, name: str) -> str:
