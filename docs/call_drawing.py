@@ -17,7 +17,7 @@ STAGES = (
     (
         "_ops",
         "python/onepass/_ops/norm.py",
-        ("norm(): eps and seed; the raw operator,", "or autograd's Function around it"),
+        ("norm(): eps and seed; _norm.run: the raw", "operator, or autograd's Function around it"),
         ("_Norm.backward: which gradients are wanted",),
     ),
     (

@@ -185,7 +185,9 @@ def test_python_layers():
 
 
 def test_checks_live_in_ops_alone():
-    for file in sorted((PYTHON / "_ops").glob("*.py")):
+    # These refuse a wrong declaration, at import.
+    declaring = {PYTHON / "_ops" / name for name in ("operator.py", "autograd.py")}
+    for file in sorted({*(PYTHON / "_ops").glob("*.py")} - declaring):
         raised = [
             n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Raise)
         ]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from onepass import _library, _ops
+from onepass._ops import operator
 from tests.emulator import emulated
 
 DEVICE = torch.device(os.environ.get("ONEPASS_TEST_DEVICE", "cuda"))
@@ -308,10 +309,12 @@ def _places() -> list[tuple[object, str, object]]:
     ops = operators("onepass")
     places = [(torch.ops.onepass, name, op) for name, op in ops.items()]
     for found in pkgutil.iter_modules(_ops.__path__, "onepass._ops."):
-        module = importlib.import_module(found.name)
-        for attribute, value in vars(module).items():
+        importlib.import_module(found.name)
+    modules = [module for name, module in sys.modules.items() if name.startswith("onepass._ops.")]
+    for place in (*modules, *operator.Raw.all.values()):
+        for attribute, value in vars(place).items():
             if isinstance(value, torch._ops.OpOverload) and value in ops.values():
-                places.append((module, attribute, value))
+                places.append((place, attribute, value))
     return places
 
 

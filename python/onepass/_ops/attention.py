@@ -1,4 +1,4 @@
-"""The attention family's ops: fakes, autograd, seeds. One differentiable entry, `attention`."""
+"""The attention family's operators. One differentiable entry, `attention`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import tracing
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
-from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.decomposition import wide
+from onepass._ops.derivatives import gradients_of, vjp
 from onepass._ops.differentiation import (
     applied,
     constant,
@@ -19,32 +20,16 @@ from onepass._ops.differentiation import (
     is_differentiated_again,
 )
 from onepass._ops.dispatch_log import logged
+from onepass._ops.operator import Raw
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference.attention import attention as reference
-
-_forward = torch.ops.onepass.attention_forward.default
-_forward_check = torch.ops.onepass.attention_forward_check.default
-_backward = torch.ops.onepass.attention_backward.default
-_backward_check = torch.ops.onepass.attention_backward_check.default
-
-run_each(_forward_check)
-run_each(_backward)
-run_each(_backward_check)
 
 # Options that have gradients, in the order of attention_backward's dterms.
 DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
 # Bits of its grad_mask, in the order of its results and of the formulas below.
 BITS = tuple(1 << i for i in range(3 + len(DIFFERENTIABLE)))
 _QUERY, _KEY, _VALUE, *_OF_TERMS = BITS
-# Tensor arguments of attention_backward after query, key and value: first those with gradients.
-_TENSORS = DIFFERENTIABLE + tuple(
-    argument.name
-    for argument in _backward._schema.arguments
-    if argument.kwarg_only
-    and "Tensor" in str(argument.type)
-    and argument.name not in (*DIFFERENTIABLE, "block_table")
-)
 # Options that the definition does not have.
 _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 
@@ -83,6 +68,62 @@ def attention(
     return output, lse
 
 
+def _outputs(query, value, out_bshd):
+    accumulator = torch.float64 if query.dtype is torch.float64 else torch.float32
+    if query.dim() == 4:
+        rows = query.shape[:-1]
+    else:
+        rows = (query.shape[1], query.shape[0])
+    output = empty_rows(query, (*query.shape[:-1], value.shape[-1]), query.dtype, out_bshd)
+    lse, lse_rest = (query.new_empty(rows, dtype=accumulator) for _ in range(2))
+    return output, lse, lse_rest
+
+
+def _definition(query, key, value, **given):
+    options = {name: option for name, option in given.items() if name not in _OF_BACK_ENDS}
+    for name in DIFFERENTIABLE:
+        if name in options:
+            (options[name],) = wide(options[name])
+    if query.dtype is torch.float64 and "alibi_slopes" in options:  # which are float32
+        options["alibi_slopes"] = options["alibi_slopes"].double()
+    output, lse = reference(*wide(query, key, value), **options)
+    return output.to(query.dtype), lse, torch.zeros_like(lse)
+
+
+def _empty_gradients(query, key, value, bias, sinks, alibi_slopes, grad_mask, out_bshd):
+    def like(tensor, bit, default_dtype, bshd=False):
+        if tensor is None or not grad_mask & bit:
+            return query.new_empty(0, dtype=default_dtype if tensor is None else tensor.dtype)
+        return empty_rows(query, tensor.shape, tensor.dtype, bshd)
+
+    return (
+        like(query, _QUERY, None, out_bshd),
+        like(key, _KEY, None, out_bshd),
+        like(value, _VALUE, None, out_bshd),
+        [
+            like(term, bit, query.dtype)
+            for term, bit in zip((bias, sinks, alibi_slopes), _OF_TERMS, strict=True)
+        ],
+    )
+
+
+_operator = Raw(
+    "attention_forward",
+    _outputs,
+    _definition,
+    unless=("seed", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table"),
+)
+_operator_backward = Raw("attention_backward", _empty_gradients)
+_forward, _forward_check = _operator.op, _operator.check
+_backward = _operator_backward.op
+run_each(_backward)
+
+# Tensor arguments of both after query, key and value: first those with gradients.
+_TENSORS = DIFFERENTIABLE + tuple(
+    name for name in _operator.tensors[3:] if name not in (*DIFFERENTIABLE, "block_table")
+)
+
+
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -94,7 +135,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def formula(query, key, value, *others):
         *tensors, (options, _) = others
-        return FORMULAS[_forward](query, key, value, **_given(tensors), **dict(options))
+        return _operator.definition(query, key, value, **_given(tensors), **dict(options))
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -160,23 +201,9 @@ class _AttentionBackward(torch.autograd.Function):
         def formula(doutput, dlse, *leaves):
             given = _given((*leaves[3:], *others))
             results = reference(*leaves[:3], **given, **options)
-            pairs = [
-                (result, upstream)
-                for result, upstream in zip(results, (doutput, dlse), strict=True)
-                if upstream is not None
-            ]
-            gradients = iter(
-                torch.autograd.grad(
-                    [result for result, _ in pairs],
-                    [leaf for leaf in leaves if leaf is not None],
-                    [upstream for _, upstream in pairs],
-                    create_graph=True,
-                    materialize_grads=True,
-                )
-            )
-            return [None if leaf is None else next(gradients) for leaf in leaves]
+            return gradients_of(results, leaves, (doutput, dlse))
 
-        gradients = double_backward.vjp(
+        gradients = vjp(
             formula,
             (doutput, dlse, *tensors[: len(BITS)]),
             [
@@ -254,53 +281,3 @@ def _unpage(key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tenso
     ends = torch.arange(batch + 1, dtype=torch.int32, device=key.device)
     options["cu_seq_k"] = ends * rows
     return packed(key), packed(value)
-
-
-@torch.library.register_fake("onepass::attention_forward")
-def _(query, key, value, **options):
-    offer(_forward)
-    fake_checks.check(_forward_check, query, key, value, **options)
-    accumulator = torch.float64 if query.dtype is torch.float64 else torch.float32
-    if query.dim() == 4:
-        rows = query.shape[:-1]
-    else:
-        rows = (query.shape[1], query.shape[0])
-    output = empty_rows(
-        query, (*query.shape[:-1], value.shape[-1]), query.dtype, options.get("out_bshd")
-    )
-    lse, lse_rest = (query.new_empty(rows, dtype=accumulator) for _ in range(2))
-    return output, lse, lse_rest
-
-
-@torch.library.register_fake("onepass::attention_backward")
-def _(*tensors, grad_mask, **options):
-    fake_checks.check(_backward_check, *tensors, grad_mask=grad_mask, **options)
-    _, _, query, key, value, *_ = tensors
-
-    def like(tensor, bit, default_dtype, bshd=False):
-        if tensor is None or not grad_mask & bit:
-            return query.new_empty(0, dtype=default_dtype if tensor is None else tensor.dtype)
-        return empty_rows(query, tensor.shape, tensor.dtype, bshd)
-
-    bshd = options.get("out_bshd")
-    return (
-        like(query, _QUERY, None, bshd),
-        like(key, _KEY, None, bshd),
-        like(value, _VALUE, None, bshd),
-        [
-            like(options.get(name), bit, query.dtype)
-            for name, bit in zip(DIFFERENTIABLE, _OF_TERMS, strict=True)
-        ],
-    )
-
-
-@decomposes(_forward, unless=("seed", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table"))
-def _(query, key, value, **given):
-    options = {name: option for name, option in given.items() if name not in _OF_BACK_ENDS}
-    for name in DIFFERENTIABLE:
-        if name in options:
-            (options[name],) = wide(options[name])
-    if query.dtype is torch.float64 and "alibi_slopes" in options:  # which are float32
-        options["alibi_slopes"] = options["alibi_slopes"].double()
-    output, lse = reference(*wide(query, key, value), **options)
-    return output.to(query.dtype), lse, torch.zeros_like(lse)

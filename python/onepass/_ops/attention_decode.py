@@ -1,4 +1,4 @@
-"""The ops that read a KV cache: fakes, and one entry for both, `attention_decode`."""
+"""The operators that read a KV cache, and one entry for both, `attention_decode`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import torch
 from torch import Tensor
 
 from onepass._compiling import require_fixed_offsets
-from onepass._mapping import refuse_mapped, run_each
+from onepass._mapping import refuse_mapped
 from onepass._negative import refuse_where_written
-from onepass._ops import fake_checks
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
 from onepass._ops.dispatch_log import logged
+from onepass._ops.operator import Raw
 from onepass._ops.placement import placed
 
-_decode = torch.ops.onepass.attention_decode.default
-_decode_check = torch.ops.onepass.attention_decode_check.default
-_append = torch.ops.onepass.attention_decode_append.default
-_append_check = torch.ops.onepass.attention_decode_append_check.default
 
+def _results(query, v_cache, out_bshd):
+    shape = (*query.shape[:-1], v_cache.shape[-1])
+    output = empty_rows(query, shape, query.dtype, out_bshd)
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _results_of_append(query, k_cache, v_cache, out_bshd):
+    require_fixed_offsets("attention_decode_append", k_cache=k_cache, v_cache=v_cache)
+    return _results(query, v_cache, out_bshd)
+
+
+_decode = Raw("attention_decode", _results).op
+_append = Raw("attention_decode_append", _results_of_append).op
 refuse_where_written(_append)
 refuse_mapped(_append)
-run_each(_decode_check)
-run_each(_append_check)
 
 
 @logged
@@ -46,22 +53,3 @@ def attention_decode(
             if not cache.is_inference():  # inference tensors have no version
                 torch.autograd.graph.increment_version(cache)
     return results
-
-
-@torch.library.register_fake("onepass::attention_decode")
-def _(query, k_cache, v_cache, **options):
-    fake_checks.check(_decode_check, query, k_cache, v_cache, **options)
-    return _results(query, v_cache, options)
-
-
-@torch.library.register_fake("onepass::attention_decode_append")
-def _(query, k_cache, v_cache, key, value, **options):
-    fake_checks.check(_append_check, query, k_cache, v_cache, key, value, **options)
-    require_fixed_offsets("attention_decode_append", k_cache=k_cache, v_cache=v_cache)
-    return _results(query, v_cache, options)
-
-
-def _results(query: Tensor, v_cache: Tensor, options: dict[str, object]) -> tuple[Tensor, Tensor]:
-    shape = (*query.shape[:-1], v_cache.shape[-1])
-    output = empty_rows(query, shape, query.dtype, options.get("out_bshd"))
-    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)

@@ -10,7 +10,7 @@ the next export. They are there from the start, because a program from another p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,30 +20,26 @@ FORMULAS: dict[torch._ops.OpOverload, Callable] = {}
 EXPORTED: dict[torch._ops.OpOverload, Callable] = {}
 
 
-def decomposes(op, *, unless: tuple[str, ...] = ()) -> Callable:
-    """Decorates a function that computes `op` in torch's operators.
+def register(op, formula: Callable, unless: Sequence[str]) -> None:
+    """Makes `formula` the definition of `op` in torch's operators.
 
     Exporters keep the op if the function returns NotImplemented, or if one of the arguments in
     `unless` is a tensor or a number other than 0.
     """
     places = [argument.name for argument in op._schema.arguments]
 
-    def register(formula: Callable) -> Callable:
-        @functools.wraps(formula)
-        def exported(*args, **kwargs):
-            given = dict(zip(places, args, strict=False)) | kwargs
-            for name in unless:
-                value = given.get(name)
-                if isinstance(value, Tensor) or value:
-                    return NotImplemented
-            return formula(*args, **kwargs)
+    @functools.wraps(formula)
+    def exported(*args, **kwargs):
+        given = dict(zip(places, args, strict=False)) | kwargs
+        for name in unless:
+            value = given.get(name)
+            if isinstance(value, Tensor) or value:
+                return NotImplemented
+        return formula(*args, **kwargs)
 
-        FORMULAS[op] = formula
-        EXPORTED[op] = exported
-        _list(op, True)
-        return formula
-
-    return register
+    FORMULAS[op] = formula
+    EXPORTED[op] = exported
+    _list(op, True)
 
 
 def offer(op) -> None:

@@ -1,4 +1,4 @@
-"""The linear family's ops on the CPU: fakes, autograd."""
+"""The linear family's operators on the CPU: the product, and the product with an epilogue."""
 
 from __future__ import annotations
 
@@ -8,33 +8,18 @@ import functools
 import torch
 from torch import Tensor
 
-from onepass._mapping import run_as_rows, run_each
-from onepass._ops import double_backward, fake_checks, tracing
-from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._mapping import run_as_rows
+from onepass._ops import tracing
+from onepass._ops.autograd import differentiable
+from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
 from onepass._ops.dispatch_log import logged
 from onepass._ops.dropout import differentiable_dropout
+from onepass._ops.operator import Raw
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import linear as reference
 from onepass.reference.dropout import dropout as reference_dropout
-
-_forward = torch.ops.onepass.linear_forward.default
-_forward_check = torch.ops.onepass.linear_forward_check.default
-_backward = torch.ops.onepass.linear_backward.default
-_backward_check = torch.ops.onepass.linear_backward_check.default
-
-_epilogue = torch.ops.onepass.linear_epilogue_forward.default
-_epilogue_check = torch.ops.onepass.linear_epilogue_forward_check.default
-_epilogue_backward = torch.ops.onepass.linear_epilogue_backward.default
-_epilogue_backward_check = torch.ops.onepass.linear_epilogue_backward_check.default
-
-for _check in (_forward_check, _backward_check, _epilogue_check, _epilogue_backward_check):
-    run_each(_check)
-run_as_rows(_forward, 0)
-run_as_rows(_backward, 0, 1, unless=(4, 5))  # gradients of weight and bias: sums over rows
-run_as_rows(_epilogue, 0, 3, unless=(4,))  # with a seed: dropout counts rows within a sample
-run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
 
 
 class Activation(enum.IntEnum):
@@ -66,9 +51,7 @@ _SLOPES = {
 @placed
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """input weight^T + bias in input's dtype."""
-    if tracing.records():
-        return _traced(input, weight, bias, None)
-    return _compute(input, weight, bias, None)
+    return _linear.run(input, weight, bias, None)
 
 
 @logged
@@ -98,48 +81,6 @@ def _compute_epilogue(input, weight, bias, residual, seed, dropout_p, activation
     return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
 
 
-def _compute(input, weight, bias, out_dtype):
-    compute = _apply_linear if is_differentiated(input, weight, bias) else _forward
-    return compute(input, weight, bias, out_dtype)
-
-
-class _Linear(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input, weight, bias, out_dtype):
-        return _forward(input, weight, bias, out_dtype)
-
-    @staticmethod
-    def formula(input, weight, bias, out_dtype):
-        return FORMULAS[_forward](input, weight, bias, out_dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*_operands(ctx, *inputs[:3]))
-
-    @staticmethod
-    def backward(ctx, doutput):
-        return *_gradients(ctx, doutput, *ctx.saved_tensors), None
-
-
-def _operands(ctx, input, weight, bias):
-    """(input, weight); None where no gradient needs it: a frozen layer does not keep its input."""
-    needs = ctx.needs_input_grad
-    given = (input, weight, bias)
-    ctx.dtypes = [t.dtype if need else None for t, need in zip(given, needs, strict=False)]
-    return input if needs[1] else None, weight if needs[0] else None
-
-
-def _gradients(ctx, doutput, input, weight):
-    """Gradients of input, weight and bias; None where not wanted."""
-    # The first with create_graph=True.
-    compute = _apply_backward if is_differentiated_again() else _backward
-    gradients = compute(doutput, input, weight, *ctx.dtypes)
-    wanted = zip(gradients, ctx.dtypes, strict=True)
-    return [None if dtype is None else gradient for gradient, dtype in wanted]
-
-
 class _Epilogue(torch.autograd.Function):
     """(output, preactivation). The second is an output so that second derivatives reach it."""
 
@@ -151,15 +92,19 @@ class _Epilogue(torch.autograd.Function):
 
     @staticmethod
     def formula(*arguments):
-        return FORMULAS[_epilogue](*arguments)
+        return _epilogue_operator.definition(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         ctx.set_materialize_grads(False)
         input, weight, bias, _, seed, ctx.dropout_p, ctx.activation, _ = inputs
         ctx.input_dtype = input.dtype
-        operands = _operands(ctx, input, weight, bias)
-        if not any(ctx.needs_input_grad[:3]):  # residual alone: its gradient is doutput
+        needs = ctx.needs_input_grad
+        # A frozen layer does not keep its input.
+        operands = input if needs[1] else None, weight if needs[0] else None
+        given = (input, weight, bias)
+        ctx.dtypes = [t.dtype if need else None for t, need in zip(given, needs, strict=False)]
+        if not any(needs[:3]):  # residual alone: its gradient is doutput
             ctx.save_for_backward(*operands, None, None)
             return
         preactivation = None if ctx.activation == Activation.NONE else outputs[1]
@@ -177,7 +122,10 @@ class _Epilogue(torch.autograd.Function):
             if dpreactivation is not None and not torch.compiler.is_compiling():
                 dsums = dpreactivation if dsums is None else dsums + dpreactivation
             if dsums is not None:
-                gradients = _gradients(ctx, dsums, input, weight)
+                again = is_differentiated_again()  # create_graph=True
+                compute = _linear.apply_backward if again else _backward
+                found = zip(compute(dsums, input, weight, *ctx.dtypes), ctx.dtypes, strict=True)
+                gradients = [None if dtype is None else gradient for gradient, dtype in found]
         dresidual = doutput if ctx.needs_input_grad[3] else None
         return *gradients, dresidual, None, None, None, None
 
@@ -198,69 +146,15 @@ def _before_epilogue(ctx, doutput, preactivation, seed):
     return doutput.to(dtype)
 
 
-class _LinearBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated once more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(doutput, input, weight, *dtypes):
-        return _backward(doutput, input, weight, *dtypes)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        ctx.set_materialize_grads(False)
-        doutput, input, weight, *ctx.dtypes = inputs
-        ctx.save_for_backward(doutput, input, weight)
-
-    @staticmethod
-    def backward(ctx, *second):
-        wanted = zip(second, ctx.dtypes, strict=True)
-        gradients = double_backward.vjp(
-            reference.linear_backward,
-            ctx.saved_tensors,
-            [None if dtype is None else gradient for gradient, dtype in wanted],
-        )
-        return *gradients, None, None, None
-
-
-_apply_linear = applied(_Linear)
-_apply_epilogue = applied(_Epilogue)
-_apply_backward = applied(_LinearBackward)
-_traced = tracing.operator("linear", _forward, _compute)
-_traced_epilogue = tracing.operator("linear_epilogue", _epilogue, _compute_epilogue)
-
-
-@torch.library.register_fake("onepass::linear_forward")
-def _(input, weight, bias, out_dtype):
-    offer(_forward)
-    fake_checks.check(_forward_check, input, weight, bias, out_dtype)
+def _outputs(input, weight, out_dtype):
     return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
 
 
-@torch.library.register_fake("onepass::linear_epilogue_forward")
-def _(input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation):
-    offer(_epilogue)
-    options = (residual, seed, dropout_p, activation_kind, save_preactivation)
-    fake_checks.check(_epilogue_check, input, weight, bias, *options)
-    shape = (*input.shape[:-1], weight.shape[0])
-    output = input.new_empty(shape, dtype=(input if residual is None else residual).dtype)
-    return output, input.new_empty(shape if save_preactivation else (0,))
+def _definition(input, weight, bias, out_dtype):
+    return reference.linear(*wide(input, weight, bias)).to(out_dtype or input.dtype)
 
 
-@torch.library.register_fake("onepass::linear_epilogue_backward")
-def _(doutput, preactivation, seed, dropout_p, activation_kind, out_dtype):
-    arguments = (doutput, preactivation, seed, dropout_p, activation_kind, out_dtype)
-    fake_checks.check(_epilogue_backward_check, *arguments)
-    return doutput.new_empty(doutput.shape, dtype=out_dtype or doutput.dtype)
-
-
-@torch.library.register_fake("onepass::linear_backward")
-def _(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
-    fake_checks.check(
-        _backward_check, doutput, input, weight, input_dtype, weight_dtype, bias_dtype
-    )
-
+def _gradients(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
     def gradient(dtype, shape):
         return doutput.new_empty((0,) if dtype is None else shape(), dtype=dtype)
 
@@ -277,13 +171,32 @@ def _(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
     )
 
 
-@decomposes(_forward)
-def _(input, weight, bias, out_dtype):
-    return reference.linear(*wide(input, weight, bias)).to(out_dtype or input.dtype)
+_linear = differentiable(
+    "linear",
+    _outputs,
+    _definition,
+    _gradients,
+    results=("dinput", "dweight", "dbias"),
+    derivative=reference.linear_backward,
+    derived={  # a frozen layer does not keep its input
+        "input": lambda input, needs_weight: input if needs_weight else None,
+        "weight": lambda weight, needs_input: weight if needs_input else None,
+    },
+)
+_backward = _linear.backward.op
+run_as_rows(_linear.forward.op, 0)
+run_as_rows(_backward, 0, 1, unless=(4, 5))  # gradients of weight and bias: sums over rows
 
 
-@decomposes(_epilogue, unless=("seed",))
-def _(input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation):
+def _epilogue_outputs(input, weight, residual, save_preactivation):
+    shape = (*input.shape[:-1], weight.shape[0])
+    output = input.new_empty(shape, dtype=(input if residual is None else residual).dtype)
+    return output, input.new_empty(shape if save_preactivation else (0,))
+
+
+def _epilogue_definition(
+    input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation
+):
     preactivation = output = reference.linear(*wide(input, weight, bias))
     if activation_kind != Activation.NONE:
         output = reference.ACTIVATIONS[Activation(activation_kind).name.lower()](output)
@@ -293,3 +206,18 @@ def _(input, weight, bias, residual, seed, dropout_p, activation_kind, save_prea
         output = residual + output
     kept = preactivation.to(input.dtype) if save_preactivation else input.new_empty((0,))
     return output.to((input if residual is None else residual).dtype), kept
+
+
+def _epilogue_gradient(doutput, out_dtype):
+    return doutput.new_empty(doutput.shape, dtype=out_dtype or doutput.dtype)
+
+
+_epilogue_operator = Raw(
+    "linear_epilogue_forward", _epilogue_outputs, _epilogue_definition, unless=("seed",)
+)
+_epilogue = _epilogue_operator.op
+_epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient).op
+run_as_rows(_epilogue, 0, 3, unless=(4,))  # with a seed: dropout counts rows within a sample
+run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
+_apply_epilogue = applied(_Epilogue)
+_traced_epilogue = tracing.operator("linear_epilogue", _epilogue, _compute_epilogue)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass._arguments import refuse_gradient
-from onepass._mapping import run_each
-from onepass._ops import double_backward, fake_checks, loss, tracing
-from onepass._ops.decomposition import decomposes, offer, wide
+from onepass._ops import fake_checks, loss, tracing
+from onepass._ops.decomposition import wide
+from onepass._ops.derivatives import vjp
 from onepass._ops.differentiation import (
     applied,
     are_transforms_active,
@@ -26,12 +26,9 @@ from onepass._ops.differentiation import (
     is_differentiated_again,
 )
 from onepass._ops.dispatch_log import logged
+from onepass._ops.operator import Raw
 from onepass._ops.placement import placed
 from onepass.reference import loss as reference
-
-_op = torch.ops.onepass.linear_loss.default
-_check = torch.ops.onepass.linear_loss_check.default
-run_each(_check)
 
 _NONE, _MEAN = loss.REDUCTIONS["none"], loss.REDUCTIONS["mean"]
 
@@ -282,7 +279,7 @@ class _LinearLossBackward(torch.autograd.Function):
         cotangents = [
             gradient if ctx.mask >> place & 1 else None for place, gradient in enumerate(second)
         ]
-        return *double_backward.vjp(formula, inputs, cotangents), *(None,) * 8
+        return *vjp(formula, inputs, cotangents), *(None,) * 8
 
 
 _apply = applied(_LinearLoss)
@@ -296,11 +293,7 @@ _traced = tracing.operator(
 )
 
 
-@torch.library.register_fake("onepass::linear_loss")
-def _(input, linear_weight, target, *options):
-    offer(_op)
-    fake_checks.check(_check, input, linear_weight, target, *options)
-    *_, gradient_mask = options
+def _outputs(input, linear_weight, target, gradient_mask):
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
 
     def made(wanted, shape):
@@ -314,16 +307,20 @@ def _(input, linear_weight, target, *options):
     )
 
 
-@decomposes(_op)
-def _(input, linear_weight, target, linear_bias, weight, *options):
-    *of_loss, _, gradient_mask = options
+def _definition(
+    input, linear_weight, target, linear_bias, weight,
+    ignore_index, label_smoothing, softcap, z_loss, gradient_mask,
+):  # fmt: skip
     if gradient_mask:
         return NotImplemented
-    input, linear_weight, linear_bias = wide(input, linear_weight, linear_bias)
-    losses = reference.linear_cross_entropy(
-        input, linear_weight, target, linear_bias, weight, *of_loss, "none"
-    )
-    return losses, *(input.new_empty((0,)) for _ in range(3))
+    operands = wide(input, linear_weight, linear_bias)
+    of_loss = (weight, ignore_index, label_smoothing, softcap, z_loss, "none")
+    losses = reference.linear_cross_entropy(*operands[:2], target, operands[2], *of_loss)
+    return losses, *(operands[0].new_empty((0,)) for _ in range(3))
+
+
+_operator = Raw("linear_loss", _outputs, _definition)
+_op, _check = _operator.op, _operator.check
 
 
 # ---- on CUDA, where products are torch's -------------------------------------------------------

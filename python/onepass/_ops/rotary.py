@@ -1,4 +1,4 @@
-"""The rotary family's op: fake, autograd, and the memory order of results."""
+"""The rotary family's operators, and the memory order of results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 from onepass._arguments import refuse_gradient, refuse_inplace, require_writable
 from onepass._compiling import require_fixed_offsets
-from onepass._mapping import refuse_mapped, run_each
+from onepass._mapping import refuse_mapped
 from onepass._negative import refuse_where_written
-from onepass._ops import double_backward, fake_checks, tracing
+from onepass._ops import tracing
 from onepass._ops.attention_layout import empty_rows, is_bshd
-from onepass._ops.decomposition import FORMULAS, decomposes, offer, wide
+from onepass._ops.decomposition import wide
+from onepass._ops.derivatives import gradients_of, second_derivative
 from onepass._ops.differentiation import (
     applied,
     are_transforms_active,
@@ -21,20 +22,9 @@ from onepass._ops.differentiation import (
 )
 from onepass._ops.dispatch_log import logged
 from onepass._ops.norm import default_eps
+from onepass._ops.operator import Raw
 from onepass._ops.placement import placed
 from onepass.reference import rotary as reference
-
-_forward = torch.ops.onepass.rotary_forward.default
-_forward_check = torch.ops.onepass.rotary_forward_check.default
-_inplace = torch.ops.onepass.rotary_forward_inplace.default
-_inplace_check = torch.ops.onepass.rotary_forward_inplace_check.default
-_backward = torch.ops.onepass.rotary_backward.default
-_backward_check = torch.ops.onepass.rotary_backward_check.default
-
-for _check in (_forward_check, _inplace_check, _backward_check):
-    run_each(_check)
-refuse_mapped(_inplace)
-refuse_where_written(_inplace)
 
 # Bits of rotary_backward's grad_mask.
 _QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8
@@ -153,21 +143,9 @@ def _count_change(*tensors: Tensor | None) -> None:
 
 
 def _compute(
-    query,
-    key,
-    cos,
-    sin,
-    positions,
-    rotary_dim,
-    interleaved,
-    transposed,
-    query_bshd,
-    key_bshd,
-    query_weight=None,  # torch omits default arguments
-    key_weight=None,
-    eps=None,
-    weight_offset=0.0,
-):
+    query, key, cos, sin, positions, rotary_dim, interleaved, transposed, query_bshd, key_bshd,
+    query_weight=None, key_weight=None, eps=None, weight_offset=0.0,  # torch omits default ones
+):  # fmt: skip
     plain = (positions, rotary_dim, interleaved, transposed, query_bshd, key_bshd)
     norms = (query_weight, key_weight, eps, weight_offset)
     if not is_differentiated(query, key, cos, sin, query_weight, key_weight):
@@ -196,7 +174,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def formula(query, key, cos, sin, *options):
-        return FORMULAS[_forward](query, key, cos, sin, *options)
+        return _operator.definition(query, key, cos, sin, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -276,7 +254,7 @@ class _NormedRotary(torch.autograd.Function):
 
     @staticmethod
     def formula(*arguments):
-        return FORMULAS[_forward](*_normed_arguments(*arguments))
+        return _operator.definition(*_normed_arguments(*arguments))
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -331,100 +309,39 @@ class _NormedRotary(torch.autograd.Function):
         return tuple(gradients)
 
 
-class _NormedRotaryBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated once more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return _backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        ctx.set_materialize_grads(False)
-        tensors, ctx.options = [*inputs[:7], *inputs[11:13]], [*inputs[7:9], *inputs[13:]]
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx, *second):
-        dquery_out, dkey_out, query, key, cos, sin, positions, *weights = ctx.saved_tensors
-        rotary_dim, interleaved, eps, weight_offset, mask = ctx.options
-
-        def formula(dquery_out, dkey_out, query, key, *weights):
-            gradients = [d for d in (dquery_out, dkey_out) if d is not None]
-            # Without a norm the rows are not needed, and were not saved.
-            rows = [
-                torch.zeros_like(d, requires_grad=True) if x is None else x
-                for d, x in zip((dquery_out, dkey_out), (query, key), strict=True)
-                if d is not None
-            ]
-            outputs = reference.rotary_embedding(
-                *(*rows, None)[:2], cos, sin, interleaved=interleaved, positions=positions,
-                rotary_dim=rotary_dim, query_weight=weights[0], key_weight=weights[1], eps=eps,
-                weight_offset=weight_offset,
-            )  # fmt: skip
-            of = [*rows, *(weight for weight in weights if weight is not None)]
-            outputs = [y.to(d.dtype) for y, d in zip(outputs, gradients, strict=False)]
-            found = torch.autograd.grad(outputs, of, gradients, create_graph=True)
-            drows, dweights = (*found[: len(rows)], None)[:2], iter(found[len(rows) :])
-            return *drows, *(None if weight is None else next(dweights) for weight in weights)
-
-        bits = (_QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT)
-        second = [d if mask & bit else None for d, bit in zip(second, bits, strict=True)]
-        inputs = [dquery_out, dkey_out, query, key, *weights]
-        *found, dquery_weight, dkey_weight = double_backward.vjp(formula, inputs, second)
-        return *found, *(None,) * 7, dquery_weight, dkey_weight, None, None, None
-
-
-_differentiable = applied(_Rotary)
-_mark_rotated = applied(_RotaryInplace)
-_normed = applied(_NormedRotary)
-_differentiable_backward = applied(_NormedRotaryBackward)
-
-
-_traced = tracing.operator("rotary", _forward, _compute)
-
-
-@torch.library.register_fake("onepass::rotary_forward")
-def _(query, key, *options):
-    offer(_forward)
-    fake_checks.check(_forward_check, query, key, *options)
-    query_bshd, key_bshd = options[6:8]
+def _outputs(query, key, query_bshd, key_bshd):
     return (
         empty_rows(query, query.shape, query.dtype, query_bshd),
         query.new_empty(0) if key is None else empty_rows(key, key.shape, key.dtype, key_bshd),
     )
 
 
-@torch.library.register_fake("onepass::rotary_forward_inplace")
-def _(query, key, *options):
-    fake_checks.check(_inplace_check, query, key, *options)
+def _definition(
+    query, key, cos, sin, positions, rotary_dim, interleaved, transposed,
+    query_weight, key_weight, eps, weight_offset,
+):  # fmt: skip
+    if transposed:
+        return NotImplemented
+    wide_query, wide_key, *tables, query_weight, key_weight = wide(
+        query, key, cos, sin, query_weight, key_weight
+    )
+    rotated = reference.rotary_embedding(
+        wide_query, wide_key, *tables, interleaved=interleaved, positions=positions,
+        rotary_dim=rotary_dim, query_weight=query_weight, key_weight=key_weight, eps=eps,
+        weight_offset=weight_offset,
+    )  # fmt: skip
+    return (
+        rotated[0].to(query.dtype),
+        query.new_empty(0) if key is None else rotated[1].to(key.dtype),
+    )
+
+
+def _inplace_outputs(query, key):
     rows = {"query": query} if key is None else {"query": query, "key": key}
     require_fixed_offsets("rotary_embedding", **rows)
 
 
-@torch.library.register_fake("onepass::rotary_backward")
-def _(
-    dquery_out,
-    dkey_out,
-    query,
-    key,
-    cos,
-    sin,
-    positions,
-    rotary_dim,
-    interleaved,
-    query_bshd,
-    key_bshd,
-    query_weight,
-    key_weight,
-    eps,
-    weight_offset,
-    grad_mask,
-):
-    fake_checks.check(_backward_check, **locals())
-
+def _gradients(dquery_out, dkey_out, query_bshd, key_bshd, query_weight, key_weight, grad_mask):
     def rows(d, bshd, bit):
         wanted = d is not None and grad_mask & bit
         return empty_rows(d, d.shape, d.dtype, bshd) if wanted else dquery_out.new_empty(0)
@@ -441,34 +358,39 @@ def _(
     )
 
 
-@decomposes(_forward)
-def _(
-    query,
-    key,
-    cos,
-    sin,
-    positions,
-    rotary_dim,
-    interleaved,
-    transposed,
-    query_bshd,
-    key_bshd,
-    query_weight=None,
-    key_weight=None,
-    eps=None,
-    weight_offset=0.0,
-):
-    if transposed:
-        return NotImplemented
-    wide_query, wide_key, *tables, query_weight, key_weight = wide(
-        query, key, cos, sin, query_weight, key_weight
-    )
-    rotated = reference.rotary_embedding(
-        wide_query, wide_key, *tables, interleaved=interleaved, positions=positions,
+def _derivative(
+    dquery_out, dkey_out, query, key, query_weight, key_weight, *,
+    cos, sin, positions, rotary_dim, interleaved, eps, weight_offset,
+):  # fmt: skip
+    upstream = [d for d in (dquery_out, dkey_out) if d is not None]
+    # Without a norm the rows are not needed, and were not saved.
+    rows = [
+        torch.zeros_like(d, requires_grad=True) if x is None else x
+        for d, x in zip((dquery_out, dkey_out), (query, key), strict=True)
+        if d is not None
+    ]
+    outputs = reference.rotary_embedding(
+        *(*rows, None)[:2], cos, sin, interleaved=interleaved, positions=positions,
         rotary_dim=rotary_dim, query_weight=query_weight, key_weight=key_weight, eps=eps,
         weight_offset=weight_offset,
     )  # fmt: skip
-    return (
-        rotated[0].to(query.dtype),
-        query.new_empty(0) if key is None else rotated[1].to(key.dtype),
+    outputs = [y.to(d.dtype) for y, d in zip(outputs, upstream, strict=False)]
+    *drows, dquery_weight, dkey_weight = gradients_of(
+        outputs, [*rows, query_weight, key_weight], upstream
     )
+    return *(*drows, None)[:2], dquery_weight, dkey_weight
+
+
+_operator = Raw("rotary_forward", _outputs, _definition)
+_operator_backward = Raw("rotary_backward", _gradients)
+_operator_inplace = Raw("rotary_forward_inplace", _inplace_outputs)
+_forward, _backward, _inplace = _operator.op, _operator_backward.op, _operator_inplace.op
+_inplace_check = _operator_inplace.check
+refuse_mapped(_inplace)
+refuse_where_written(_inplace)
+
+_differentiable = applied(_Rotary)
+_mark_rotated = applied(_RotaryInplace)
+_normed = applied(_NormedRotary)
+_differentiable_backward = second_derivative(_operator_backward, _derivative)
+_traced = tracing.operator("rotary", _forward, _compute)
