@@ -99,18 +99,6 @@ def test_gradients_of_parts_merged(cut, dtype):
         numerics.assert_close(*results, f"d{name}")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_gradcheck(parts):
-    outputs = [torch.randn(2, 3, 4, dtype=F64, requires_grad=True) for _ in range(parts)]
-    lses = [torch.randn(2, 3, dtype=F64, requires_grad=True) for _ in range(parts)]
-
-    def function(*tensors):
-        return merge(tensors[:parts], tensors[parts:])
-
-    assert torch.autograd.gradcheck(function, (*outputs, *lses))
-    assert torch.autograd.gradgradcheck(function, (*outputs, *lses))
-
-
 @dtypes
 def test_one_part_is_itself(dtype):
     q, k, v = inputs(dtype)

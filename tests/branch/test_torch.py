@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
-from tests.branch.cases import BF16, F32, F64, RAW, dtypes, forms, make, results, scales
+from tests.branch.cases import BF16, F32, RAW, forms, make, results, scales
 from tests.support.results import assert_same_bits
 from tests.support.seeds import drawn_seed
 
@@ -22,58 +22,6 @@ def call_of(case):
     return lambda *tensors: case.ours(**dict(zip(names, tensors, strict=True))), [
         case.tensors[name].requires_grad_() for name in names
     ]
-
-
-@forms
-@scales
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.grid
-def test_gradcheck(p, scale, form):
-    function, leaves = call_of(make(form, (3, 2, 5), F64, scale, p=p))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("form", ["rms", "layer"])
-def test_gradcheck_without_a_weight(form):
-    function, leaves = call_of(make(form, (3, 2, 5), F64, affine=False))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@forms
-def test_third_derivatives(form):
-    case = make(form, (3, 2, 4), F64)
-    found = []
-    for function in (case.ours, case.definition):
-        leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
-        value = sum(output.pow(3).sum() for output in function(**dict(leaves)))
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@forms
-@scales
-def test_first_derivatives_are_the_same_with_create_graph(scale, form, dtype):
-    case = make(form, (3, 3, 40), dtype, scale, p=0.2)
-    expected = results(case.ours, case)
-    function, leaves = call_of(case)
-    gradients = torch.autograd.grad(function(*leaves), leaves, case.gradients, create_graph=True)
-    for name, gradient in zip(case.tensors, gradients, strict=True):
-        assert torch.equal(gradient, expected[f"d{name}"])
-
-
-@pytest.mark.parametrize("name", ["input", "weight", "bias", "residual", "column_scale"])
-def test_what_requires_a_gradient(name):
-    """As torch's composition: the sum depends on neither weight nor bias."""
-    case = make("layer", (2, 3, 8))
-    case.tensors[name].requires_grad_()
-    found, expected = (f(**case.tensors) for f in (case.ours, case.torchs))
-    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
 
 
 def kept_by(form: str, scale: str, p: float) -> list[int]:

@@ -132,18 +132,6 @@ def test_gradients_for_one_argument_only():
     assert functional.add_dropout(x.requires_grad_(), r, 0.5).requires_grad
 
 
-def test_gradcheck_twice():
-    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    r = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-
-    def function(x, r):
-        torch.manual_seed(3)
-        return functional.add_dropout(functional.dropout(x, 0.4), r, 0.4) ** 2
-
-    assert torch.autograd.gradcheck(function, (x, r))
-    assert torch.autograd.gradgradcheck(function, (x, r))
-
-
 # ---- errors -------------------------------------------------------------------------------------
 
 

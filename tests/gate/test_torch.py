@@ -18,51 +18,10 @@ from tests.gate.cases import (
     F16,
     F32,
     F64,
-    activations,
-    dtypes,
-    forms,
     make,
     results,
 )
 from tests.support.results import assert_same_bits
-
-
-@activations
-@forms
-@pytest.mark.grid
-def test_gradcheck(form, activation):
-    case = make(3, 4, F64, activation, form)
-    leaves = [t.requires_grad_() for t in case.factors]
-    if activation.startswith("relu"):  # away from the corner
-        for leaf in leaves:
-            leaf.data += leaf.sign() * 0.1
-    assert torch.autograd.gradcheck(case.ours, leaves)
-    assert torch.autograd.gradgradcheck(case.ours, leaves)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_third_derivatives(activation):
-    case = make(3, 4, F64, activation)
-    found = []
-    for function in (case.ours, case.torchs):
-        leaves = [t.detach().requires_grad_() for t in case.factors]
-        value = function(*leaves).pow(3).sum()
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, leaves, create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@pytest.mark.parametrize("form", ["two", "halves"])
-def test_first_derivatives_are_the_same_with_create_graph(form, dtype):
-    case = make(3, 40, dtype, form=form)
-    expected = results(case.ours, case)
-    leaves = [t.detach().requires_grad_() for t in case.factors]
-    gradients = torch.autograd.grad(case.ours(*leaves), leaves, case.doutput, create_graph=True)
-    for gradient, name in zip(gradients, ("dgate", "dup"), strict=False):
-        assert torch.equal(gradient, expected[name]) and gradient.requires_grad
 
 
 def test_only_the_factors_are_kept():

@@ -17,62 +17,13 @@ from tests.group_norm.cases import (
     BF16,
     F16,
     F32,
-    F64,
-    NAMES,
     RAW,
     activations,
-    dtypes,
     make,
     orders,
     results,
 )
 from tests.support.results import assert_same_bits
-
-
-@activations
-@orders
-@pytest.mark.grid
-def test_gradcheck(last, activation):
-    case = make((2, 4, 2, 3), 2, F64, activation, last=last)
-    leaves = [t.requires_grad_() for t in case.tensors]
-    assert torch.autograd.gradcheck(case.ours, leaves)
-    assert torch.autograd.gradgradcheck(case.ours, leaves)
-
-
-@pytest.mark.parametrize("weight, bias", [(False, False), (True, False), (False, True)])
-def test_gradgradcheck_without_weight_or_bias(weight, bias):
-    case = make((2, 4, 3), 2, F64, weight=weight, bias=bias)
-    given = [t.requires_grad_() for t in case.tensors if t is not None]
-
-    def function(*leaves):
-        of = iter(leaves)
-        return case.ours(*(None if t is None else next(of) for t in case.tensors))
-
-    assert torch.autograd.gradgradcheck(function, given)
-
-
-def test_third_derivatives():
-    case = make((2, 4, 3), 2, F64)
-    found = []
-    for function in (case.ours, case.torchs):
-        leaves = [t.detach().requires_grad_() for t in case.tensors]
-        value = function(*leaves).pow(3).sum()
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, leaves, create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@orders
-def test_first_derivatives_are_the_same_with_create_graph(last, dtype):
-    case = make((2, 8, 5, 6), 2, dtype, last=last)
-    expected = results(case.ours, case)
-    leaves = [t.detach().requires_grad_() for t in case.tensors]
-    gradients = torch.autograd.grad(case.ours(*leaves), leaves, case.doutput, create_graph=True)
-    for gradient, name in zip(gradients, NAMES[1:], strict=True):
-        assert torch.equal(gradient, expected[name]) and gradient.requires_grad
 
 
 def test_only_input_weights_and_statistics_are_kept():

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from onepass import functional
-from onepass.reference.linear import ACTIVATIONS
 from tests.linear.cases import RAW, make
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -28,22 +27,6 @@ def test_opcheck_epilogue(kind, p, residual):
     preactivation = case.doutput.sin().to(BF16) if kind else None
     arguments = (case.doutput, preactivation, seed, p, kind, BF16)
     torch.library.opcheck(torch.ops.onepass.linear_epilogue_backward.default, arguments)
-
-
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_gradcheck_of_epilogues(activation):
-    case = make(3, 4, 5, F64)
-    residual = torch.randn(3, 5, dtype=F64, requires_grad=True)
-    seed = 3
-
-    def function(*tensors):
-        torch.manual_seed(seed)
-        *layer, stream = tensors
-        return functional.linear(*layer, activation=activation, dropout_p=0.3, residual=stream)
-
-    leaves = [*(t.requires_grad_() for t in case.tensors().values()), residual]
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 def test_what_an_epilogue_saves():

@@ -37,35 +37,6 @@ BIAS = pytest.mark.parametrize("bias", [False, True])
 # ---- derivatives ---------------------------------------------------------------------------------
 
 
-@BIAS
-@pytest.mark.parametrize("rows", [(), (3,), (2, 2)], ids=str)
-def test_gradcheck_and_gradgradcheck(rows, bias):
-    tensors = [t.requires_grad_() for t in make(rows, 4, 5, F64, bias=bias).tensors().values()]
-    assert torch.autograd.gradcheck(functional.linear, tensors)
-    assert torch.autograd.gradgradcheck(functional.linear, tensors)
-
-
-@pytest.mark.parametrize("wanted", [("input",), ("weight",), ("input", "weight")], ids="+".join)
-def test_gradgradcheck_of_some_tensors(wanted):
-    case = make(3, 4, 5, F64)
-    tensors = [t.requires_grad_(name in wanted) for name, t in case.tensors().items()]
-    assert torch.autograd.gradgradcheck(lambda *t: functional.linear(*t).pow(2), tensors)
-
-
-def test_gradcheck_of_all_the_options():
-    case = make(3, 4, 6, F64)
-    residual = torch.randn(3, 6, dtype=F64, requires_grad=True)
-
-    def function(*tensors):
-        torch.manual_seed(3)
-        *layer, stream = tensors
-        return functional.linear(*layer, activation="gelu_tanh", dropout_p=0.4, residual=stream)
-
-    tensors = [*(t.requires_grad_() for t in case.tensors().values()), residual]
-    assert torch.autograd.gradcheck(function, tensors)
-    assert torch.autograd.gradgradcheck(function, tensors)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @BIAS
 def test_gradient_penalty(dtype, bias):
@@ -87,18 +58,6 @@ def test_gradient_penalty(dtype, bias):
     for ours, ref, base in zip(*three, strict=True):
         assert ours[0].dtype is dtype
         numerics.assert_close(ours, ref, base)
-
-
-def test_third_derivative():
-    x = torch.randn(3, 5, dtype=F64, requires_grad=True)
-    w = torch.randn(4, 5, dtype=F64)
-
-    def third(linear):
-        (g,) = torch.autograd.grad(linear(x, w).pow(4).sum(), x, create_graph=True)
-        (h,) = torch.autograd.grad(g.pow(2).sum(), x, create_graph=True)
-        return torch.autograd.grad(h.pow(2).sum(), x)[0]
-
-    torch.testing.assert_close(third(functional.linear), third(F.linear))
 
 
 # ---- opcheck, fakes, meta ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics
-from tests.loss.cases import BF16, F16, F32, F64, OPTIONS, dtypes, options
+from tests.loss.cases import BF16, F16, F32, OPTIONS, dtypes
 from tests.loss.linear_cases import check, make, results
 from tests.support.results import assert_same_bits
 
@@ -21,44 +21,6 @@ SOME = pytest.mark.parametrize("option", ["mean", "all", "none"])
 
 def leaves(case):
     return {name: t.detach().clone().requires_grad_() for name, t in case.operands.items()}
-
-
-@options
-def test_gradcheck(option):
-    case = make(3, 4, 5, F64, **OPTIONS[option])
-
-    def call(*operands):
-        return case.ours(*operands, case.weight)
-
-    operands = tuple(leaves(case).values())
-    assert torch.autograd.gradcheck(call, operands)
-    assert torch.autograd.gradgradcheck(call, operands)
-
-
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_third_derivatives(option):
-    case = make(3, 4, 5, F64, **OPTIONS[option])
-    found = []
-    for function in (case.ours, case.formula):
-        operands = leaves(case)
-        value = function(**operands, weight=case.weight).pow(3).sum()
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, operands.values(), create_graph=True)
-            value = sum(gradient.square().sum() for gradient in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@SOME
-def test_first_derivatives_are_the_same_with_create_graph(option, dtype):
-    case = make(30, 4, 40, dtype, **OPTIONS[option])
-    operands = leaves(case)
-    loss = case.ours(**operands, weight=case.weight)
-    found = torch.autograd.grad(loss, operands.values(), case.dloss, create_graph=True)
-    expected = results(case.ours, case)
-    for name, gradient in zip(operands, found, strict=True):
-        assert torch.equal(gradient, expected[f"d{name}"]) and gradient.requires_grad
 
 
 @SOME

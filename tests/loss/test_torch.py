@@ -20,45 +20,13 @@ from tests.loss.cases import (
     F64,
     OPTIONS,
     RAW,
-    dtypes,
     make,
-    options,
     results,
 )
 
 
 def leaves(case):
     return case.input.detach().clone().requires_grad_()
-
-
-@options
-def test_gradcheck(option):
-    case = make(3, 5, F64, **OPTIONS[option])
-    assert torch.autograd.gradcheck(lambda x: case.ours(x, case.weight), leaves(case))
-    assert torch.autograd.gradgradcheck(lambda x: case.ours(x, case.weight), leaves(case))
-
-
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_third_derivatives(option):
-    case = make(3, 5, F64, **OPTIONS[option])
-    found = []
-    for function in (case.ours, case.formula):
-        leaf = leaves(case)
-        value = function(leaf, case.weight).pow(3).sum()
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
-            value = gradient.square().sum()
-        found.append([value, gradient])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-def test_first_derivatives_are_the_same_with_create_graph(dtype):
-    case = make(3, 40, dtype)
-    leaf = leaves(case)
-    loss = case.ours(leaf, None)
-    (gradient,) = torch.autograd.grad(loss, leaf, case.dloss, create_graph=True)
-    assert torch.equal(gradient, results(case.ours, case)["dinput"]) and gradient.requires_grad
 
 
 def test_what_is_kept_is_three_numbers_of_a_row():

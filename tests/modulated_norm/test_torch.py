@@ -16,11 +16,7 @@ from tests.modulated_norm.cases import (
     BF16,
     F16,
     F32,
-    F64,
-    dtypes,
-    kinds,
     make,
-    pers,
     raw_forward,
     results,
 )
@@ -35,57 +31,6 @@ def call_of(case):
     return lambda *tensors: case.ours(**dict(zip(names, tensors, strict=True))), [
         case.tensors[name].requires_grad_() for name in names
     ]
-
-
-@kinds
-@pers
-@pytest.mark.grid
-def test_gradcheck(per, rms, form):
-    function, leaves = call_of(make(rms, 2, 3, 5, F64, per, form))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("form, shift", [("plain", False), ("add", True)])
-def test_gradcheck_of_other_forms(form, shift):
-    function, leaves = call_of(make(True, 2, 3, 5, F64, form=form, shift=shift))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("rms", [False, True])
-def test_third_derivatives(rms):
-    case = make(rms, 2, 2, 4, F64, form="gated")
-    found = []
-    for function in (case.ours, case.definition):
-        leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
-        value = sum(output.pow(3).sum() for output in function(**dict(leaves)))
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@forms
-def test_first_derivatives_are_the_same_with_create_graph(form, dtype):
-    case = make(False, 2, 3, 40, dtype, form=form)
-    expected = results(case.ours, case)
-    function, leaves = call_of(case)
-    outputs = function(*leaves)
-    gradients = torch.autograd.grad(outputs, leaves, case.gradients, create_graph=True)
-    for name, gradient in zip(case.tensors, gradients, strict=True):
-        assert torch.equal(gradient, expected[f"d{name}"]) and gradient.requires_grad
-
-
-@pytest.mark.parametrize("name", ["input", "scale", "shift", "residual", "gate"])
-def test_what_requires_a_gradient(name):
-    """As torch's composition: the sum depends on neither scale nor shift."""
-    case = make(False, 2, 3, 8, form="gated")
-    case.tensors[name].requires_grad_()
-    found, expected = (f(**case.tensors) for f in (case.ours, case.torchs))
-    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
 
 
 def test_what_is_kept():

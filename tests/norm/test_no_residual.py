@@ -96,19 +96,6 @@ def test_the_stream_is_no_alias_of_the_input(name, options, grad):
 
 
 @names
-def test_gradcheck(name):
-    x = torch.randn(3, 6, dtype=F64, requires_grad=True)
-    weight = torch.rand(6, dtype=F64, requires_grad=True)
-
-    def function(x, weight):
-        torch.manual_seed(0)
-        return getattr(functional, f"add_{name}")(x, None, 6, weight, dropout_p=0.3)
-
-    assert torch.autograd.gradcheck(function, (x, weight))
-    assert torch.autograd.gradgradcheck(function, (x, weight))
-
-
-@names
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_fakes_and_compile(name, dtype):
     x = torch.randn(4, 8, dtype=dtype)

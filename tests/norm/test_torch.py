@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import onepass
-from onepass import functional, reference
+from onepass import functional
 from tests.norm.cases import DTYPES, kinds, make, raw_backward, raw_forward
 
 # ---- errors: `<op>: <argument> must <rule>, got <value>`, with data and without ------------------
@@ -200,42 +200,6 @@ def test_add_modules(name):
 # ---- derivatives --------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-@pytest.mark.grid
-def test_gradcheck_and_gradgradcheck(rms, residual, dropout_p):
-    if dropout_p and not residual:
-        pytest.skip("dropout stands before a residual add only")
-    case = make(rms, 3, 5, torch.float64, residual=residual)
-    names = list(case.tensors())
-    keywords = {"dropout_p": dropout_p} if residual else {}
-
-    def function(*tensors):
-        torch.manual_seed(3)  # each evaluation drops the same elements
-        t = dict(zip(names, tensors, strict=True))
-        first = (t["input"], t["residual"]) if residual else (t["input"],)
-        rest = (t["weight"],) if rms else (t["weight"], t["bias"])
-        return getattr(functional, case.name)(*first, (5,), *rest, **keywords)
-
-    tensors = [tensor.requires_grad_() for tensor in case.tensors().values()]
-    assert torch.autograd.gradcheck(function, tensors)
-    assert torch.autograd.gradgradcheck(function, tensors)
-
-
-@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("output", [0, 1], ids=["y", "residual_out"])
-def test_gradgradcheck_through_one_output(rms, output):
-    x, r, w = (torch.randn(s, dtype=torch.float64) for s in ((3, 5), (3, 5), (5,)))
-
-    def function(x, r):
-        torch.manual_seed(3)
-        add = functional.add_rms_norm if rms else functional.add_layer_norm
-        return add(x, r, 5, w, dropout_p=0.4)[output] ** 2
-
-    assert torch.autograd.gradgradcheck(function, (x.requires_grad_(), r.requires_grad_()))
-    assert torch.autograd.gradgradcheck(function, (x, r.detach()))
-
-
 def test_gradient_penalty_in_float32_and_16_bit():
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(6, 32, dtype=dtype, requires_grad=True)
@@ -249,37 +213,6 @@ def test_gradient_penalty_in_float32_and_16_bit():
             assert ours.dtype == dtype
             scale = stock.abs().max()
             assert (ours - stock).abs().max() <= (1e-5 if dtype == torch.float32 else 0.1) * scale
-
-
-def test_third_derivative():
-    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-
-    def third(norm):
-        (g,) = torch.autograd.grad(norm(x, (5,)).pow(3).sum(), x, create_graph=True)
-        (h,) = torch.autograd.grad(g.pow(2).sum(), x, create_graph=True)
-        return torch.autograd.grad(h.pow(2).sum(), x)[0]
-
-    # Against the formula: torch's own layer_norm takes its statistics as constants there.
-    torch.testing.assert_close(third(functional.layer_norm), third(reference.norm.layer_norm))
-
-
-def test_functional_transforms():
-    x, w = torch.randn(4, 8), torch.randn(8)
-
-    def loss(norm):
-        return lambda w: norm(x, (8,), w).pow(2).sum()
-
-    torch.testing.assert_close(
-        torch.func.grad(loss(functional.layer_norm))(w), torch.func.grad(loss(F.layer_norm))(w)
-    )
-
-
-def test_functional_call():
-    module = onepass.nn.LayerNorm(8)
-    other = {"weight": torch.randn(8), "bias": torch.randn(8)}
-    x = torch.randn(4, 8)
-    found = torch.func.functional_call(module, other, (x,))
-    torch.testing.assert_close(found, F.layer_norm(x, (8,), other["weight"], other["bias"]))
 
 
 @kinds

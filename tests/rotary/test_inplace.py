@@ -287,18 +287,6 @@ def test_a_gradient_of_one_alone(wanted):
     assert torch.equal(found, expected)
 
 
-def test_gradcheck_twice():
-    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=6)
-    leaves, tables = _leaves(case)
-
-    def function(query, key):
-        outputs = functional.rotary_embedding(query * 2, key * 3, **tables, inplace=True)
-        return tuple(x.sin() for x in outputs)
-
-    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
-    assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
-
-
 def test_nothing_of_the_rows_is_saved():
     leaves, tables = _leaves(Case(positions="tokens"))
     rows, saved = {name: leaf * 2 for name, leaf in leaves.items()}, []

@@ -7,10 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional, numerics, reference
-from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, F64, Case
+from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, Case
 from tests.support.allocations import allocated
-
-pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
@@ -41,26 +39,6 @@ def test_opcheck_of_norms(tokens_first, norms):
     for mask in (15, 1, 8, 6):
         arguments = (t["query"].cos(), t["key"].cos(), *rows, *tables, *orders, *weights, mask)
         torch.library.opcheck(torch.ops.onepass.rotary_backward.default, arguments)
-
-
-@pairings
-@pytest.mark.parametrize("norms", [("query",), BOTH], ids=str)
-@pytest.mark.parametrize("head_dim", [6, 9])
-@pytest.mark.grid
-def test_gradcheck_twice_of_norms(interleaved, head_dim, norms):
-    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=head_dim, rotary_dim=6,
-                interleaved=interleaved, norms=norms, eps=0.1, weight_offset=0.5)  # fmt: skip
-    tensors = case.tensors()
-    tables = {name: tensors.pop(name)[:, :6] for name in ("cos", "sin")}
-
-    def function(*given):
-        given = dict(zip(tensors, given, strict=True))
-        outputs = functional.rotary_embedding(**given, **tables, **case.options)
-        return tuple(output.sin() for output in outputs)
-
-    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("norms", [("key",), BOTH], ids=str)
@@ -94,60 +72,6 @@ def test_second_derivatives_of_norms(dtype, norms):
     exact = gradients(formula, lambda t: t.double())
     for name, *each in zip(names, ours, exact, base, strict=True):
         numerics.assert_close(*each, name)
-
-
-@pairings
-@pytest.mark.parametrize("half_width", [False, True])
-def test_gradcheck_twice(interleaved, half_width):
-    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=8, rotary_dim=6,
-                half_width=half_width, interleaved=interleaved)  # fmt: skip
-    tensors = case.tensors()
-    tables = {name: tensors.pop(name) for name in ("cos", "sin")}
-
-    def function(query, key):
-        outputs = functional.rotary_embedding(query, key, **tables, **case.options)
-        return tuple(output.sin() for output in outputs)
-
-    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize(
-    "trained, norms",
-    [(name, norms) for name in BOTH for norms in ((), ("key",), BOTH)]
-    + [("key_weight", ("key",)), ("query_weight", BOTH)],
-    ids=str,
-)
-def test_a_gradient_for_one_alone(trained, norms):
-    case = Case(norms=norms)
-    tensors = case.tensors()
-    tensors[trained].requires_grad_()
-
-    def gradient(function):
-        output = function(**tensors, **case.options)[trained.startswith("key")]
-        return torch.autograd.grad(output.sin().sum(), tensors[trained])[0]
-
-    formula = reference.rotary.rotary_embedding
-    ours, expected = (gradient(f) for f in (functional.rotary_embedding, formula))
-    torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_result_that_nobody_uses(used, norms):
-    case = Case(norms=norms)
-    tensors = case.tensors()
-    leaves = [tensors[name].requires_grad_() for name in BOTH]
-
-    def gradients(function):
-        loss = function(**tensors, **case.options)[used].sin().sum()
-        return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-    ours = gradients(functional.rotary_embedding)
-    expected = gradients(reference.rotary.rotary_embedding)
-    assert ours[1 - used] is None and expected[1 - used] is None
-    torch.testing.assert_close(ours[used], expected[used])
 
 
 def test_what_is_saved():

@@ -10,6 +10,11 @@ from onepass import functional
 from tests.support.calls.call import RAW, Call, flat, randn
 
 
+def _of(query, tensors):
+    """In query's dtype."""
+    return {n: t.to(query.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
 def calls() -> Iterator[Call]:
     def own():
         return {
@@ -32,11 +37,11 @@ def calls() -> Iterator[Call]:
     def rows():
         return {name: own()[name] for name in ("query", "key")}
 
-    def trained(query, key):  # the tables get no gradient
-        return public(**own() | {"query": query, "key": key})
+    def trained(query, key=None):  # the tables get no gradient
+        return public(**_of(query, own()) | {"query": query, "key": key})
 
-    def trained_normed(**tensors):
-        return public(**own() | tensors)
+    def trained_normed(query, **tensors):
+        return public(**_of(query, own()) | {"query": query} | tensors)
 
     name, more = "functional.rotary_embedding", {"optional": ("key",), "differentiable": True}
     yield Call(name, own, public, optional=optional)
