@@ -190,18 +190,10 @@ def test_every_function_is_here():
     assert set(functional.__all__) - found == without
 
 
-def is_exact(call):
-    return "rotary" not in call.name  # whose tables are float32 there
-
-
 def tensors_of(call):
-    """float64 where the call takes it, and which of them are differentiated."""
-    given = call.tensors()
-    for name, tensor in given.items():
-        if tensor.is_floating_point() and name != "alibi_slopes" and is_exact(call):
-            given[name] = tensor.double()
-    wanted = [n for n, t in given.items() if t.is_floating_point() and n not in call.constant]
-    return given, wanted
+    """In float64 where the call takes it, and which of them are differentiated."""
+    given = call.typed(torch.float64)
+    return given, call.wanted(given)
 
 
 def drawn(like, seed):

@@ -14,14 +14,11 @@ from onepass import functional, numerics, reference
 from onepass._ops import attention as op
 from tests.attention.cases import (
     BF16,
-    DTYPES,
     F16,
     F32,
     F64,
-    GRADIENTS,
     Case,
     forward,
-    keywords,
 )
 
 attend = functional.scaled_dot_product_attention
@@ -160,94 +157,6 @@ def test_activation_checkpointing_restores_the_dropout():
         y.pow(2).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
-
-
-# ---- opcheck ------------------------------------------------------------------------------------
-
-CHECKED = {
-    "plain": Case(F32, 8, seq_q=5, seq_k=6),
-    "bfloat16": Case(BF16, 8, 4, heads=4, kv_heads=2, seq_q=5, seq_k=6, window_right=0),
-    "everything": Case(
-        F32, 8, 4, heads=4, kv_heads=2, seq_q=5, seq_k=6, window_left=3, window_right=0,
-        bottom_right=True, bias="q", mask="b", alibi="b", sinks=F32, softcap=1.0, dropout_p=0.2,
-        dlse=True,
-    ),
-    "packed": Case(F32, 8, storage="packed used", lengths=((3, 4), (2, 5)), bias="h"),
-    "used": Case(F32, 8, storage="used", lengths=((3, 4), (2, 5))),
-    "paged": Case(F32, 8, storage="paged", lengths=((3, 4), (2, 5)), page_size=2),
-    "no keys": Case(F32, 8, seq_q=5, seq_k=0),
-}  # fmt: skip
-checked = pytest.mark.parametrize("name", CHECKED)
-
-
-def arguments(case: Case, t):
-    return (t["query"], t["key"], t["value"]), case.options() | keywords(t)
-
-
-def without_nan(t):
-    return {name: x.nan_to_num(1.0) if x.is_floating_point() else x for name, x in t.items()}
-
-
-@checked
-@pytest.mark.parametrize("out_bshd", [False, True])
-@pytest.mark.grid
-def test_opcheck_forward(name, out_bshd):
-    case = CHECKED[name]
-    positional, named = arguments(case, without_nan(case.tensors()))
-    named |= dict(out_bshd=out_bshd)
-    torch.library.opcheck(torch.ops.onepass.attention_forward.default, positional, named)
-
-
-@checked
-@pytest.mark.parametrize("mask", [0, 1, 2, 4, 7, None])
-@pytest.mark.grid
-def test_opcheck_backward(name, mask):
-    case = CHECKED[name]
-    if case.storage == "paged":
-        return  # which has none
-    t = without_nan(case.tensors())
-    positional, named = arguments(case, t)
-    output, lse, rest = torch.ops.onepass.attention_forward(*positional, **named)
-    if mask is None:
-        mask = sum(bit for wrt, bit in GRADIENTS.items() if wrt in t)
-    lse = lse.nan_to_num(neginf=0.0)
-    positional = (t["doutput"], t.get("dlse"), *positional, output, lse, rest)
-    named |= dict(grad_mask=mask, out_bshd=mask == 7)
-    torch.library.opcheck(torch.ops.onepass.attention_backward.default, positional, named)
-
-
-def same_shape(fake, real):
-    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("order", ["bhsd", "bshd"])
-def test_fakes_have_the_shapes_dtypes_and_strides(dtype, order):
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 3)
-    tensors = [t.to(dtype) for t in (q, k, v)]
-    if order == "bshd":
-        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
-    real = attend(*tensors, enable_gqa=True, return_lse=True)
-    meta = attend(*(t.to("meta") for t in tensors), enable_gqa=True, return_lse=True)
-    with FakeTensorMode() as mode:
-        fakes = attend(*map(mode.from_tensor, tensors), enable_gqa=True, return_lse=True)
-    for outputs in (meta, fakes):
-        for fake, value in zip(outputs, real, strict=True):
-            same_shape(fake, value)
-    assert meta[0].device.type == "meta"
-
-
-def test_fakes_of_the_backward():
-    leaves = [torch.randn(2, 5, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
-    bias = torch.randn(1, 4, 1, 5, requires_grad=True)
-
-    def gradients(leaves):
-        return torch.autograd.grad(attend(*leaves[:3], leaves[3]).sum(), leaves)
-
-    real = gradients([*leaves, bias])
-    meta = gradients([t.detach().to("meta").requires_grad_() for t in (*leaves, bias)])
-    for fake, value in zip(meta, real, strict=True):
-        same_shape(fake, value)
 
 
 @pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])

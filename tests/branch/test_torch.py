@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
-from tests.branch.cases import BF16, F32, RAW, forms, make, results, scales
+from tests.branch.cases import BF16, F32, forms, make, results, scales
 from tests.support.results import assert_same_bits
-from tests.support.seeds import drawn_seed
 
 
 def call_of(case):
@@ -38,41 +37,6 @@ def test_what_is_kept():
     assert kept_by("add", "both", 0.1) == [2, 2, 40, 2400]
     assert kept_by("layer", "rows", 0.0) == [2, 40, 40, 60, 60, 2400]
     assert kept_by("layer", "both", 0.1) == [2, 2, 40, 40, 40, 60, 60, 2400, 2400]
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_opcheck(p, residual):
-    case = make("add", (3, 5, 8))
-    x, c, r = case.tensors["input"], case.tensors["column_scale"], case.row_scale
-    seed = drawn_seed(3) if p else None
-    forward = (x, case.tensors["residual"] if residual else None, c, r, seed, p, None)
-    torch.library.opcheck(torch.ops.onepass.branch_forward.default, forward)
-    for mask in (1, 2, 3):
-        backward = (case.gradients[0], x, c, r, seed, p, None, mask)
-        torch.library.opcheck(torch.ops.onepass.branch_backward.default, backward)
-    alone = (case.gradients[0].bfloat16(), None, None, r, seed, p, F32, 1)
-    torch.library.opcheck(torch.ops.onepass.branch_backward.default, alone)
-
-
-@pytest.mark.parametrize("scale", ["rows", "both"])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.grid
-def test_opcheck_of_norms(affine, scale):
-    case = make("layer", (3, 5, 8), BF16, scale, affine=affine)
-    t = dict.fromkeys(("weight", "bias", "column_scale")) | case.tensors
-    rest = (case.row_scale, drawn_seed(3), 0.0, 0.3)
-    tensors = (t["input"], t["weight"], t["bias"], t["residual"], t["column_scale"])
-    forward = (*tensors, [8], 0, 1e-5, None, True, *rest, F32, True)
-    torch.library.opcheck(torch.ops.onepass.modulated_norm_forward.default, forward)
-    _, h, mean, rstd = RAW.modulated_norm_forward(*forward)
-    branch = t["input"] if scale == "both" else None
-    rows = (case.gradients[0], case.gradients[1].float(), h, t["weight"], t["bias"], branch)
-    rows += (t["column_scale"], mean, rstd, [8], 0, BF16, BF16)
-    for mask in (1, 31):
-        torch.library.opcheck(
-            torch.ops.onepass.modulated_norm_backward.default, (*rows, mask, *rest, True)
-        )
 
 
 @pytest.mark.parametrize(

@@ -365,15 +365,6 @@ def test_dtypes_under_autocast_are_torchs(dtype):
         assert functional.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("strided", [False, True])
-def test_opcheck(residual, strided):
-    x = torch.randn(10, 3).t() if strided else torch.randn(3, 10)
-    seed = torch.tensor([1, 2])
-    arguments = (x, x if residual else None, seed, 0.3, None)
-    torch.library.opcheck(torch.ops.onepass.dropout_forward.default, arguments)
-
-
 def test_compile_fullgraph():
     module = onepass.nn.Dropout(0.5)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -32,21 +32,6 @@ def test_only_the_factors_are_kept():
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves]
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("form", ["two", "halves"])
-@pytest.mark.grid
-def test_opcheck(form, strided):
-    case = make((3, 5), 8, F32, form=form)
-    if strided:
-        case.factors[0] = torch.cat([case.factors[0]] * 2, -1)[..., : case.factors[0].shape[-1]]
-        case.doutput = case.doutput.transpose(0, 1).contiguous().transpose(0, 1)
-    gate, up = (*case.factors, None)[:2]
-    torch.library.opcheck(torch.ops.onepass.gate_forward.default, (gate, up, 3, False))
-    for mask in (1, 3):
-        backward = (case.doutput, gate, up, 3, up is None, mask)
-        torch.library.opcheck(torch.ops.onepass.gate_backward.default, backward)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", ["two", "halves"])
 @pytest.mark.grid

@@ -17,8 +17,6 @@ from tests.group_norm.cases import (
     BF16,
     F16,
     F32,
-    RAW,
-    activations,
     make,
     orders,
     results,
@@ -33,21 +31,6 @@ def test_only_input_weights_and_statistics_are_kept():
         functional.group_norm(leaves[0], 2, *leaves[1:], activation="silu")
     assert [t.data_ptr() for t in saved[:3]] == [t.data_ptr() for t in leaves]
     assert [t.shape for t in saved[3:]] == [(2, 2)] * 2
-
-
-@orders
-@activations
-@pytest.mark.grid
-def test_opcheck(activation, last):
-    kind = 2 if activation else 0
-    case = make((2, 8, 5, 6), 2, activation=activation, last=last)
-    for save in (False, True):
-        forward = (*case.tensors, 2, 1e-5, kind, last, None, save)
-        torch.library.opcheck(torch.ops.onepass.group_norm_forward.default, forward)
-    _, mean, rstd = RAW.group_norm_forward(*forward)
-    for mask in (1, 7):
-        backward = (case.doutput, *case.tensors, mean, rstd, 2, kind, last, mask)
-        torch.library.opcheck(torch.ops.onepass.group_norm_backward.default, backward)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

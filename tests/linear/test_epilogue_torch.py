@@ -12,22 +12,6 @@ from tests.linear.cases import RAW, make
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
-EPILOGUES = [
-    (kind, p, residual) for kind in (0, 3) for p in (0.0, 0.4) for residual in (None, BF16)
-]
-
-
-@pytest.mark.parametrize("kind, p, residual", EPILOGUES, ids=str)
-def test_opcheck_epilogue(kind, p, residual):
-    case = make((3, 2), 4, 5)
-    more = None if residual is None else case.doutput.to(residual)
-    seed = torch.tensor([1, 2]) if p else None
-    arguments = (*case.tensors().values(), more, seed, p, kind, True)
-    torch.library.opcheck(torch.ops.onepass.linear_epilogue_forward.default, arguments)
-    preactivation = case.doutput.sin().to(BF16) if kind else None
-    arguments = (case.doutput, preactivation, seed, p, kind, BF16)
-    torch.library.opcheck(torch.ops.onepass.linear_epilogue_backward.default, arguments)
-
 
 def test_what_an_epilogue_saves():
     """Without gradients nothing; for a frozen layer only the tensors that it needs."""

@@ -11,7 +11,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
 import onepass
@@ -20,14 +19,12 @@ from onepass._ops.decomposition import FORMULAS
 from tests.linear.cases import (
     DTYPES,
     FLOATS,
-    NAMES,
     RAW,
     backward,
     dtypes,
     layer_gradients,
     make,
     results,
-    subsets,
 )
 from tests.support.results import assert_same_bits
 
@@ -60,63 +57,7 @@ def test_gradient_penalty(dtype, bias):
         numerics.assert_close(ours, ref, base)
 
 
-# ---- opcheck, fakes, meta ------------------------------------------------------------------------
-
-
-@BIAS
-@pytest.mark.parametrize("out_dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("rows", [(), (3, 2), (0,)], ids=str)
-@pytest.mark.grid
-def test_opcheck_forward(rows, out_dtype, bias):
-    case = make(rows, 4, 5, bias=bias)
-    arguments = (case.input, case.weight, case.bias, out_dtype)
-    torch.library.opcheck(torch.ops.onepass.linear_forward.default, arguments)
-
-
-def test_opcheck_forward_of_strided_tensors():
-    x, w, b = torch.randn(2, 4, 3).transpose(1, 2), torch.randn(4, 5).t(), torch.randn(10)[::2]
-    arguments = (x, w.half(), b, BF16)
-    torch.library.opcheck(torch.ops.onepass.linear_forward.default, arguments)
-
-
-@subsets
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.grid
-def test_opcheck_backward(transposed, wrt):
-    case = make((3, 2), 4, 5)
-    if transposed:
-        case.weight = case.weight.t().contiguous().t()
-    given = (case.input if "weight" in wrt else None, case.weight if "input" in wrt else None)
-    asked = (BF16 if name in wrt else None for name in NAMES)
-    arguments = (case.doutput, *given, *asked)
-    torch.library.opcheck(torch.ops.onepass.linear_backward.default, arguments)
-
-
-def facts(tensors) -> dict:
-    return {name: (t.shape, t.dtype, t.stride()) for name, t in tensors.items()}
-
-
-@BIAS
-@pytest.mark.parametrize("rows", [(), (3, 2)], ids=str)
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F32, BF16), (F64, F64)], ids=str)
-def test_shapes_and_dtypes_without_data(dtypes, rows, bias):
-    of_input, of_weight = dtypes
-    case = make(rows, 4, 5, of_input, weight_dtype=of_weight, bias_dtype=of_weight, bias=bias)
-    real = results(functional.linear, case), layer_gradients(case)
-
-    def without(convert):
-        for name in (*NAMES, "doutput"):
-            tensor = getattr(case, name)
-            setattr(other, name, None if tensor is None else convert(tensor))
-        return results(functional.linear, other), layer_gradients(other)
-
-    other = copy.copy(case)
-    with FakeTensorMode() as mode:
-        fake = without(mode.from_tensor)
-    meta = without(lambda t: t.to("meta"))
-    for found in (fake, meta):
-        assert [facts(t) for t in found] == [facts(t) for t in real]
-    assert all(t.device.type == "meta" for t in meta[0].values())
+# ---- compile, export, trace ----------------------------------------------------------------------
 
 
 def test_fakes_record_the_operator():
@@ -127,9 +68,6 @@ def test_fakes_record_the_operator():
     for mode in ("real", "fake", "symbolic"):
         graph = make_fx(lambda *t: functional.linear(*t), tracing_mode=mode)(*tensors)
         assert "onepass.linear_forward" in graph.code, mode
-
-
-# ---- compile, export, trace ----------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):

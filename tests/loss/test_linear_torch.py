@@ -23,19 +23,6 @@ def leaves(case):
     return {name: t.detach().clone().requires_grad_() for name, t in case.operands.items()}
 
 
-@SOME
-@pytest.mark.parametrize("mask", [0, 7, 2])
-def test_opcheck(option, mask):
-    case = make(5, 4, 8, **OPTIONS[option])
-    of = case.options
-    arguments = (
-        *(case.input, case.linear_weight, case.target, case.linear_bias, case.weight),
-        *(-100, of.get("label_smoothing", 0.0), of.get("softcap", 0.0), of.get("z_loss", 0.0)),
-        *(torch.ones(5) if mask else None, mask),
-    )
-    torch.library.opcheck(torch.ops.onepass.linear_loss.default, arguments)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @SOME
 def test_compile_fullgraph_with_dynamic_shapes(option, backend):

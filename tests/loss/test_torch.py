@@ -19,7 +19,6 @@ from tests.loss.cases import (
     F32,
     F64,
     OPTIONS,
-    RAW,
     make,
     results,
 )
@@ -37,23 +36,6 @@ def test_what_is_kept_is_three_numbers_of_a_row():
         case.ours(leaf, case.weight)
     own = {leaf.data_ptr(), case.target.data_ptr(), case.weight.data_ptr()}
     assert sum(t.numel() for t in saved if t.data_ptr() not in own) == 3 * 30 + 1
-
-
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_opcheck(option):
-    case = make(3, 8, **OPTIONS[option])
-    of = case.options
-    arguments = (
-        case.input, case.target, case.weight, -100, of.get("label_smoothing", 0.0),
-        of.get("softcap", 0.0), 0 if "reduction" in of else 1,
-    )  # fmt: skip
-    forward = (*arguments, of.get("z_loss", 0.0), None)
-    torch.library.opcheck(torch.ops.onepass.loss_forward.default, forward)
-    _, *saved = RAW.loss_forward(*forward)
-    torch.library.opcheck(torch.ops.onepass.loss_backward.default, (*arguments, case.dloss, *saved))
-    torch.library.opcheck(
-        torch.ops.onepass.loss_backward_inplace.default, (*arguments, case.dloss, *saved)
-    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -232,59 +232,6 @@ def test_saved_for_backward(rms, residual):
 # ---- fakes, compile, export, autocast -----------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.grid
-def test_opcheck_forward(rms, residual, grad):
-    case = make(rms, (3, 2), 10, residual=residual)
-    tensors = [getattr(case, name) for name in ("input", "residual", "weight", "bias")]
-    arguments = (*tensors, None, [10], int(rms), 1e-5, 0.0, 0.0, None, None, grad)
-    torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
-
-
-@pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
-def test_opcheck_forward_of_strided_inputs_with_dropout(rms):
-    x, r = torch.randn(2, 10, 3).transpose(1, 2), torch.randn(3, 2, 10).transpose(0, 1)
-    seed = torch.tensor([1, 2])
-    arguments = (x, r, torch.randn(20)[::2], None, seed, [10], int(rms), 1e-5, 0.0, 0.3)
-    arguments += (torch.bfloat16, torch.float16, True)
-    torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
-
-
-@pytest.mark.parametrize("mask", [0, 1, 2, 4, 8, 15])
-def test_opcheck_backward(mask):
-    x, w = torch.randn(3, 2, 10), torch.randn(10)
-    _, _, mean, rstd = torch.ops.onepass.norm_forward(
-        x, None, w, w, None, [10], False, 1e-5, 0.0, 0.0, None, None, True
-    )
-    arguments = (x, x, x, w, w, None, mean, rstd, [10], False, 0.0, 0.0, torch.bfloat16, None, mask)
-    torch.library.opcheck(torch.ops.onepass.norm_backward.default, arguments)
-
-
-@kinds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_meta_shapes_and_dtypes(rms, residual, dtype):
-    case = make(rms, (3, 2), 10, dtype, residual=residual)
-    meta = {name: tensor.to("meta") for name, tensor in case.tensors().items()}
-    for real, fake in zip(case.ours(**case.tensors()), case.ours(**meta), strict=True):
-        assert fake.device.type == "meta"
-        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
-
-
-@kinds
-def test_fake_tensors(rms, residual):
-    case = make(rms, (3, 2), 10, torch.bfloat16, residual=residual, residual_in=torch.float32)
-    real = case.ours(**case.tensors())
-    with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in case.tensors().items()}
-        for fake, value in zip(case.ours(**fakes), real, strict=True):
-            assert (fake.shape, fake.dtype, fake.stride()) == (
-                value.shape,
-                value.dtype,
-                value.stride(),
-            )
-
-
 @pytest.mark.slow
 def test_inductor():
     """The default compiler, whose generated code relies on the fakes' strides."""

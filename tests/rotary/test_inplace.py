@@ -374,18 +374,6 @@ def test_tables_get_no_gradient(name):
 # ---- compilers and transforms --------------------------------------------------------------------
 
 
-def test_opcheck():
-    for norms in ((), BOTH):
-        case = Case(positions="batch", norms=norms)
-        t = {"query_weight": None, "key_weight": None, **case.tensors()}
-        arguments = (t["query"], t["key"], t["cos"], t["sin"], t["positions"], 32, True)
-        weights = (t["query_weight"], t["key_weight"], 1e-3 if norms else None, 0.0)
-        torch.library.opcheck(RAW.default, (*arguments, *weights))
-    torch.library.opcheck(
-        RAW.default, (t["query"], None, t["cos"], t["sin"], t["positions"], 32, False)
-    )
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_compile_fullgraph(backend, gradients):

@@ -11,36 +11,6 @@ from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, Case
 from tests.support.allocations import allocated
 
 
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("key", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.grid
-def test_opcheck(tokens_first, key, transposed):
-    case = Case(positions="batch" if key else "", tokens_first=tokens_first, key_heads=2 * key)
-    t = {"key": None, "positions": None, **case.tensors()}
-    arguments = (t["query"], t["key"], t["cos"], t["sin"], t["positions"], 32, key)
-    orders = (tokens_first, tokens_first and key)
-    options = (transposed, *orders)
-    torch.library.opcheck(torch.ops.onepass.rotary_forward.default, (*arguments, *options))
-
-
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("norms", [("query",), ("key",), BOTH], ids=str)
-@pytest.mark.grid
-def test_opcheck_of_norms(tokens_first, norms):
-    case = Case(positions="batch", tokens_first=tokens_first, norms=norms)
-    t = {"query_weight": None, "key_weight": None, **case.tensors()}
-    tables = (t["cos"], t["sin"], t["positions"], 32, True)
-    weights = (t["query_weight"], t["key_weight"], 1e-6, 1.0)
-    orders = (tokens_first, tokens_first)
-    arguments = (t["query"], t["key"], *tables, False, *orders, *weights)
-    torch.library.opcheck(torch.ops.onepass.rotary_forward.default, arguments)
-    rows = [t[name] if name in norms else None for name in BOTH]
-    for mask in (15, 1, 8, 6):
-        arguments = (t["query"].cos(), t["key"].cos(), *rows, *tables, *orders, *weights, mask)
-        torch.library.opcheck(torch.ops.onepass.rotary_backward.default, arguments)
-
-
 @pytest.mark.parametrize("norms", [("key",), BOTH], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.grid

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -186,32 +187,28 @@ def rotaries() -> Iterator[Call]:
         "tokens": lambda n: randn(2, 3, n, 8).transpose(1, 2),
         "seq_first": lambda n: randn(2, 3, n, 8),
     }
+    of = {"constant": tuple(tables), "grows": {"query": (0,), "key": (0,)}}
     for order, interleaved in itertools.product(heads, (False, True)):
         for names in ((), ("query_weight",), ("key_weight",), tuple(weights)):
             given = {"query": heads[order](4), "key": heads[order](2)} | _some(weights, *names)
             options = {"interleaved": interleaved, "seq_first": order == "seq_first"}
             options |= {"eps": 1e-3, "weight_offset": 0.5} if names else {}
-
-            def run(query, options=options, **tensors):
-                own = {n: t.to(query.dtype) for n, t in tables.items()}
-                return functional.rotary_embedding(query, **tensors, **own, **options)
-
+            run = functools.partial(functional.rotary_embedding, **options)
             text = f"rotary_embedding {order}, interleaved {interleaved}, {names}"
-            grows = {"query": (0,), "key": (0,)}
-            yield variant(text, run, grows=grows, **given)
+            yield variant(text, run, **of, **given, **tables)
 
-    def half(query, key=None):
-        own = {n: t[:, :3].to(query.dtype) for n, t in tables.items()}
-        return [functional.rotary_embedding(query, key, **own, rotary_dim=6)[0]]
+    def half(query, cos, sin):
+        cos, sin = cos[:, :3], sin[:, :3]
+        return [functional.rotary_embedding(query, None, cos, sin, rotary_dim=6)[0]]
 
-    yield variant("rotary_embedding of half tables, no key", half, query=randn(2, 4, 3, 8))
+    yield variant("rotary_embedding of half tables, no key", half, constant=tuple(tables),
+                  query=randn(2, 4, 3, 8), **tables)  # fmt: skip
 
-    def inplace(query, key):
-        own = {n: t.to(query.dtype) for n, t in tables.items()}
-        return functional.rotary_embedding(query * 2, key * 3, **own, inplace=True)
+    def inplace(query, key, **tables):
+        return functional.rotary_embedding(query * 2, key * 3, **tables, inplace=True)
 
-    yield variant("rotary_embedding in place", inplace, **{
-        "query": randn(2, 4, 3, 8), "key": randn(2, 2, 3, 8)})  # fmt: skip
+    given = {name: heads["heads"](2) for name in ("query", "key")} | tables
+    yield variant("rotary_embedding in place", inplace, **of, **given)
 
 
 def attentions() -> Iterator[Call]:
@@ -253,13 +250,14 @@ def attentions() -> Iterator[Call]:
         grows |= {"attn_mask": (0,)} if name == "bottom right" else {}
         yield variant(f"attention {name}", run, grows=grows, **own)
 
-    def shorter(query, key, value):  # the first two rows have no keys
+    def shorter(query, key, value, keys=2):  # the first two rows have none
         options = {"causal_alignment": "bottom_right", "window_size": (-1, 0)}
-        own = {"query": query, "key": key[:, :, :2], "value": value[:, :, :2]}
+        own = {"query": query, "key": key[:, :, :keys], "value": value[:, :, :keys]}
         attend = functional.scaled_dot_product_attention
         return attend(**own, **options, enable_gqa=True)
 
     yield variant("attention of rows without keys", shorter, **given)
+    yield variant("attention of no keys", functools.partial(shorter, keys=0), **given)
 
     ends = {"cu_seq_q": ints(0, 3, 3, 5), "cu_seq_k": ints(0, 4, 6, 8)}
     packed = {"query": randn(5, heads, 8), "key": randn(8, kv_heads, 8)}
