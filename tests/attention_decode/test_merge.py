@@ -267,28 +267,3 @@ def test_inputs_are_not_changed():
     before = outputs.clone(), lses.clone()
     merge(outputs, lses)
     assert torch.equal(outputs, before[0]) and torch.equal(lses, before[1])
-
-
-def test_compile_fullgraph_with_dynamic_shapes():
-    def step(outputs, lses):
-        output, lse = merge(outputs, lses)
-        return output.square().sum() + lse.clamp(min=-9).sum()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (4, 9):
-        outputs, lses = torch.randn(3, 2, rows, 8), torch.randn(3, 2, rows)
-        lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF
-        results = []
-        for function in (compiled, step):
-            leaves = [x.clone().requires_grad_() for x in (outputs, lses)]
-            results.append(torch.autograd.grad(function(*leaves), leaves))
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.slow
-def test_inductor():
-    outputs, lses = torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9)
-    lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF
-    found = torch.compile(merge, fullgraph=True)(outputs, lses)
-    torch.testing.assert_close(found, merge(outputs, lses))

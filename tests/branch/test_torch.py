@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
-from tests.branch.cases import BF16, F32, forms, make, results, scales
-from tests.support.results import assert_same_bits
+from tests.branch.cases import BF16, F32, forms, make, scales
 
 
 def call_of(case):
@@ -37,27 +36,6 @@ def test_what_is_kept():
     assert kept_by("add", "both", 0.1) == [2, 2, 40, 2400]
     assert kept_by("layer", "rows", 0.0) == [2, 40, 40, 60, 60, 2400]
     assert kept_by("layer", "both", 0.1) == [2, 2, 40, 40, 40, 60, 60, 2400, 2400]
-
-
-@pytest.mark.parametrize(
-    "backend, form", [("aot_eager", "layer"), ("aot_eager", "add"), ("inductor", "rms")]
-)
-@scales
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(scale, backend, form):
-    torch._dynamo.reset()
-    case = make(form, (3, 4, 16), scale=scale)
-
-    def call(row_scale, **tensors):
-        case.row_scale = row_scale
-        return case.ours(**tensors)
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for sizes in ((3, 4, 16), (4, 7, 33)):
-        other = make(form, sizes, scale=scale)
-        case.tensors, case.gradients = other.tensors, other.gradients
-        found = results(lambda **t: compiled(other.row_scale, **t), case)
-        assert_same_bits(found, results(other.ours, other))
 
 
 def test_compiled_modules_drop_what_eager_ones_do():
@@ -86,21 +64,6 @@ class Block(torch.nn.Module):
         branch = self.branch(x)
         y, x = self.norm(branch, x, self.scale.gamma, self.drop_path.row_scale(branch))
         return x + self.drop_path(self.scale(y))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module, batch = Block(), torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(
-        module, (torch.randn(4, 5, 8),), dynamic_shapes=({0: batch},), strict=strict
-    )
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    given, found = torch.randn(3, 5, 8), []
-    for call in (program, module):
-        torch.manual_seed(4)
-        found.append(torch.autograd.grad(call(given).square().sum(), list(call.parameters())))
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

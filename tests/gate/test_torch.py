@@ -19,9 +19,7 @@ from tests.gate.cases import (
     F32,
     F64,
     make,
-    results,
 )
-from tests.support.results import assert_same_bits
 
 
 def test_only_the_factors_are_kept():
@@ -30,51 +28,6 @@ def test_only_the_factors_are_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.silu_mul(*leaves)
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("form", ["two", "halves"])
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(form, backend):
-    compiled = torch.compile(functional.silu_mul, fullgraph=True, dynamic=True, backend=backend)
-    for rows, cols in ((4, 16), (7, 33), (2, 50)):
-        case = make(rows, cols, form=form)
-        found, expected = results(compiled, case), results(functional.silu_mul, case)
-        assert_same_bits(found, expected)
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(functional.gelu_mul, fullgraph=True, dynamic=True, backend=counter)
-    for rows, cols in ((4, 16), (7, 34), (2, 50)):
-        compiled(torch.randn(rows, cols))
-    assert counter.frame_count == 1
-
-
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    compiled = torch.compile(functional.silu_mul, fullgraph=True, backend="aot_eager")
-    leaves = [t.requires_grad_() for t in make(3, 4).factors]
-    (gradient,) = torch.autograd.grad(compiled(*leaves).sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module = onepass.nn.GatedMLP(8, 24)
-    rows = torch.export.Dim("rows", min=2, max=64)
-    program = torch.export.export(
-        module, (torch.randn(4, 8),), dynamic_shapes=({0: rows},), strict=strict
-    )
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    x = torch.randn(3, 8)
-    for one, other in zip(program.parameters(), module.parameters(), strict=True):
-        assert torch.equal(one, other)
-    found = [
-        torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

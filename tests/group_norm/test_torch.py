@@ -19,9 +19,7 @@ from tests.group_norm.cases import (
     F32,
     make,
     orders,
-    results,
 )
-from tests.support.results import assert_same_bits
 
 
 def test_only_input_weights_and_statistics_are_kept():
@@ -31,57 +29,6 @@ def test_only_input_weights_and_statistics_are_kept():
         functional.group_norm(leaves[0], 2, *leaves[1:], activation="silu")
     assert [t.data_ptr() for t in saved[:3]] == [t.data_ptr() for t in leaves]
     assert [t.shape for t in saved[3:]] == [(2, 2)] * 2
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@orders
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(last, backend):
-    def call(x, w, b):
-        return functional.group_norm(x, 2, w, b, activation="silu")
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for shape in ((2, 8, 5, 6), (3, 12, 7, 4), (4, 6, 9, 9)):
-        case = make(shape, 2, last=last)
-        found, expected = results(compiled, case), results(call, case)
-        assert_same_bits(found, expected)
-        assert found["output"].stride() == expected["output"].stride()
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(functional.group_norm, fullgraph=True, dynamic=True, backend=counter)
-    compiled(torch.randn(2, 8, 5, 6), 4)
-    graphs = counter.frame_count  # torch compiles once more when it treats eps as a number
-    for shape in ((3, 12, 7, 4), (4, 8, 9, 9)):
-        compiled(torch.randn(shape), 4)
-    assert counter.frame_count == graphs
-
-
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    compiled = torch.compile(functional.group_norm, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 4, 3, requires_grad=True)
-    value = compiled(x, 2).pow(2).sum()
-    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
-        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@orders
-@pytest.mark.grid
-def test_exported_programs_train(last, strict, tmp_path):
-    module = onepass.nn.GroupNorm(2, 8, activation="silu")
-    x = make((4, 8, 5, 6), 2, last=last).input
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},), strict=strict)
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    x = make((3, 8, 5, 6), 2, last=last, seed=1).input
-    found = [
-        torch.autograd.grad(m(x).pow(3).sum(), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

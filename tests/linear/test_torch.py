@@ -84,44 +84,6 @@ class Block(torch.nn.Module):
         )  # fmt: skip
 
 
-def test_compile_fullgraph_with_dynamic_shapes():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    block, counter = Block(), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for rows in (5, 9, 12):
-        x, residual = torch.randn(2, rows, 16), torch.randn(2, rows, 16)
-        gradients = []
-        for function in (block, compiled):
-            leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
-            torch.manual_seed(2)
-            y = function(*leaves)
-            gradients.append(
-                (y, *torch.autograd.grad(y.pow(2).sum(), [*leaves, *block.parameters()]))
-            )
-        for ours, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(ours, expected)
-        frames.append(counter.frame_count)
-    assert frames[0] == frames[-1]  # one graph serves every number of rows
-    (graph, *_) = counter.graphs
-    assert not any(node.target is F.linear for node in graph.graph.nodes)
-
-
-@pytest.mark.slow
-def test_inductor():
-    """The default compiler, whose generated code relies on the fakes' strides."""
-    block = Block().eval()
-    x, residual = torch.randn(5, 7, 16, requires_grad=True), torch.randn(7, 5, 16)
-
-    def step(x):
-        return block(x.transpose(0, 1), residual).sin().sum()
-
-    (expected,) = torch.autograd.grad(step(x), x)
-    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(x), x)
-    torch.testing.assert_close(found, expected)
-
-
 def test_messages_of_compiled_calls():
     compiled = torch.compile(functional.linear, fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match=r"linear: bias must have shape \(5,\), got \(4,\)"):

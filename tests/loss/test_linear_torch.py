@@ -14,56 +14,12 @@ import onepass
 from onepass import functional, numerics
 from tests.loss.cases import BF16, F16, F32, OPTIONS, dtypes
 from tests.loss.linear_cases import check, make, results
-from tests.support.results import assert_same_bits
 
 SOME = pytest.mark.parametrize("option", ["mean", "all", "none"])
 
 
 def leaves(case):
     return {name: t.detach().clone().requires_grad_() for name, t in case.operands.items()}
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@SOME
-def test_compile_fullgraph_with_dynamic_shapes(option, backend):
-    def call(x, w, b, target, weight):
-        return functional.linear_cross_entropy(
-            x, w, target, linear_bias=b, weight=weight, **case.options
-        )
-
-    case = make(4, 8, 16, **OPTIONS[option])
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for rows, classes in ((4, 16), (300, 33), (20, 50)):
-        case = make(rows, 8, classes, **OPTIONS[option])
-
-        def run(input, linear_weight, linear_bias, weight, case=case):
-            return compiled(input, linear_weight, linear_bias, case.target, weight)
-
-        assert_same_bits(results(run, case), results(case.ours, case))
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = functional.linear_cross_entropy
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    counts = []
-    for rows, classes in ((4, 16), (300, 34), (600, 50)):
-        case = make(rows, 8, classes)
-        operands = leaves(case)
-        compiled(operands["input"], operands["linear_weight"], case.target, label_smoothing=0.1)
-        counts.append(counter.frame_count)
-    assert counts[0] == counts[2]
-
-
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    """When the first gradient is asked for, or, where torch donates no buffers, at the second."""
-    case = make(3, 4, 8, bias=False)
-    compiled = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    operands = leaves(case)
-    loss = compiled(*operands.values(), case.target)
-    with pytest.raises(RuntimeError, match="create_graph=False|to not have been used in the graph"):
-        (gradient, *_) = torch.autograd.grad(loss, operands.values(), create_graph=True)
-        torch.autograd.grad(gradient.sum(), operands.values())
 
 
 class Model(torch.nn.Module):
@@ -74,21 +30,6 @@ class Model(torch.nn.Module):
 
     def forward(self, x, target):
         return self.loss(self.layer(x), target)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module = Model(label_smoothing=0.1, z_loss=0.01)
-    x, target = torch.randn(4, 8), torch.tensor([3, 11, -100, 0])
-    rows = torch.export.Dim("rows", min=2, max=64)
-    shapes = ({0: rows}, {0: rows})
-    program = torch.export.export(module, (x, target), dynamic_shapes=shapes, strict=strict)
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    found = [
-        torch.autograd.grad(m(x[:3], target[:3]), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -39,34 +39,6 @@ def test_what_is_kept_is_three_numbers_of_a_row():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("option", ["mean", "all"])
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(option, backend):
-    def call(x, target, weight):
-        return functional.cross_entropy(x, target, weight, **case.options)
-
-    case = make(4, 16, **OPTIONS[option])
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for rows, cols in ((4, 16), (7, 33), (2, 50)):
-        case = make(rows, cols, **OPTIONS[option])
-        found = results(lambda x, w: compiled(x, case.target, w), case)
-        expected = results(case.ours, case)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = functional.cross_entropy
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    counts = []
-    for rows, cols in ((4, 16), (7, 34), (3, 50)):
-        case = make(rows, cols)
-        compiled(case.input, case.target, label_smoothing=0.1)
-        counts.append(counter.frame_count)
-    assert counts[0] == counts[2]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_in_place_has_no_effect_under_compile(backend):
     def step(x, target):
         return functional.cross_entropy(x, target, inplace_backward=True)
@@ -79,17 +51,6 @@ def test_in_place_has_no_effect_under_compile(backend):
     assert torch.equal(gradient, results(case.ours, case)["dinput"])
 
 
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    case = make(3, 8)
-    compiled = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
-    leaf = leaves(case)
-    loss = compiled(leaf, case.target)
-    # At the first derivative or at the second, by what was compiled before.
-    with pytest.raises(RuntimeError, match="create_graph=False|double backward"):
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        torch.autograd.grad(gradient.sum(), leaf)
-
-
 class Model(torch.nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -98,21 +59,6 @@ class Model(torch.nn.Module):
 
     def forward(self, x, target):
         return self.loss(self.layer(x), target)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module = Model(label_smoothing=0.1, z_loss=0.01, inplace_backward=True)
-    x, target = torch.randn(4, 8), torch.tensor([3, 11, -100, 0])
-    rows = torch.export.Dim("rows", min=2, max=64)
-    shapes = ({0: rows}, {0: rows})
-    program = torch.export.export(module, (x, target), dynamic_shapes=shapes, strict=strict)
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    found = [
-        torch.autograd.grad(m(x[:3], target[:3]), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -17,9 +17,7 @@ from tests.modulated_norm.cases import (
     F16,
     F32,
     make,
-    results,
 )
-from tests.support.results import assert_same_bits
 
 forms = pytest.mark.parametrize("form", ["plain", "add", "gated"])
 
@@ -40,58 +38,6 @@ def test_what_is_kept():
         _, h = function(*leaves)
     sizes = sorted(t.numel() for t in saved)
     assert sizes == sorted([h.numel(), h.numel(), 80, 80, 80, 60, 60])
-
-
-@pytest.mark.parametrize(
-    "backend, form", [("aot_eager", "plain"), ("aot_eager", "add"), ("inductor", "gated")]
-)
-def test_compile_fullgraph_with_dynamic_shapes(backend, form):
-    case = make(False, 2, 4, 16, form=form)
-    compiled = torch.compile(case.ours, fullgraph=True, dynamic=True, backend=backend)
-    for sizes in ((2, 4, 16), (3, 7, 33)):
-        case.tensors = (other := make(False, *sizes, form=form)).tensors
-        case.gradients = other.gradients
-        assert_same_bits(results(compiled, case), results(case.ours, case))
-
-
-def test_one_graph_for_all_sizes():
-    counter, first = torch._dynamo.testing.CompileCounterWithBackend("aot_eager"), 0
-    module = onepass.nn.ModulatedLayerNorm(16)
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
-    for batch, tokens in ((2, 4), (3, 7), (5, 2)):
-        compiled(torch.randn(batch, tokens, 16), torch.randn(batch, 16), torch.randn(batch, 16))
-        first = first or counter.frame_count  # Dynamo compiles again when eps becomes a constant
-    assert counter.frame_count == first > 0
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.modulation, self.branch = torch.nn.Linear(8, 48), torch.nn.Linear(8, 8)
-            self.first = onepass.nn.ModulatedLayerNorm(8, eps=1e-6)
-            self.second = onepass.nn.ModulatedRMSNorm(8)
-
-        def forward(self, x, embedding):
-            parts = self.modulation(embedding).chunk(6, -1)
-            branch = self.branch(self.first(x, *parts[:2]))
-            y, h = self.second(branch, *parts[2:4], x, parts[4])
-            return h + self.branch(y)
-
-    module, batch = Block(), torch.export.Dim("batch", min=2, max=64)
-    example = (torch.randn(4, 5, 8), torch.randn(4, 8))
-    program = torch.export.export(
-        module, example, dynamic_shapes=({0: batch}, {0: batch}), strict=strict
-    )
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    given = torch.randn(3, 5, 8), torch.randn(3, 8)
-    found = [
-        torch.autograd.grad(m(*given).square().sum(), list(m.parameters()))
-        for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -232,56 +232,6 @@ def test_saved_for_backward(rms, residual):
 # ---- fakes, compile, export, autocast -----------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_inductor():
-    """The default compiler, whose generated code relies on the fakes' strides."""
-    norm, add = onepass.nn.LayerNorm(24), onepass.nn.AddRMSNorm(24)
-
-    def step(x):
-        y, stream = add(norm(x.transpose(0, 1)).sin(), x.transpose(0, 1))
-        return (y * stream.cos()).sum()
-
-    x = torch.randn(5, 7, 24, requires_grad=True)
-    (expected,) = torch.autograd.grad(step(x), x)
-    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(x), x)
-    torch.testing.assert_close(found, expected)
-
-
-def test_compile_fullgraph_with_dynamic_shapes():
-    norm = onepass.nn.LayerNorm(32)
-    add = onepass.nn.AddRMSNorm(32, dropout_p=0.2)
-
-    def step(x):
-        y, stream = add(norm(x), x)
-        return (y * stream).sum()
-
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for rows in (5, 9, 12):
-        x = torch.randn(rows, 32)
-        ours, stock = (x.clone().requires_grad_() for _ in range(2))
-        torch.manual_seed(2)
-        compiled(ours).backward()
-        torch.manual_seed(2)
-        step(stock).backward()
-        torch.testing.assert_close(ours.grad, stock.grad)
-        frames.append(counter.frame_count)
-    assert frames[0] == frames[-1]  # one graph serves every number of rows
-
-
-def test_export_with_a_dynamic_dimension():
-    module = onepass.nn.RMSNorm(16)
-    rows = torch.export.Dim("rows", min=2, max=100)
-    program = torch.export.export(
-        module, (torch.randn(4, 16),), dynamic_shapes={"x": {0: rows}}, strict=False
-    )
-    x = torch.randn(7, 16)
-    assert torch.equal(program.module()(x), module(x))
-
-
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
 def test_dtypes_under_autocast_are_torchs(autocast_dtype):
     for name in ("layer_norm", "rms_norm"):

@@ -104,68 +104,12 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
     assert [x.dtype for x in ours] == [x.dtype for x in stock] == [dtype] * 2
 
 
-@pytest.mark.parametrize("seq_first", [False, True])
-@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.grid
-def test_compile_fullgraph(backend, norms, seq_first):
-    torch._dynamo.reset()  # all of these share one code object
-    norm = {"weight_offset": 1.0} if norms else {}  # eps is torch's own
-
-    def function(query, key, cos, sin, positions, **weights):
-        options = {"positions": positions, "seq_first": seq_first, **weights, **norm}
-        return functional.rotary_embedding(query, key, cos, sin, **options)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
-    for batch, tokens in ((2, 5), (3, 9)):
-        case = Case(batch=batch, tokens=tokens, positions="batch", seq_first=seq_first,
-                    tokens_first=True, norms=norms)  # fmt: skip
-        tensors = case.tensors()
-        names = [*BOTH, *(f"{name}_weight" for name in norms)]
-        leaves = [tensors[name].requires_grad_() for name in names]
-        results = []
-        for call in (compiled, function):
-            outputs = call(**tensors)
-            gradients = torch.autograd.grad([x.sin().sum() for x in outputs], leaves)
-            results.append([*outputs, *gradients])
-            strides = [x.stride() for x in outputs]
-        for ours, eager in zip(*results, strict=True):
-            assert torch.equal(ours, eager)
-        assert strides == [x.stride() for x in results[0][:2]]
-
-
 def test_compile_says_that_tables_get_no_gradient():
     tensors = Case().tensors()
     tensors["cos"].requires_grad_()
     compiled = torch.compile(functional.rotary_embedding, backend="aot_eager")
     with pytest.raises(RuntimeError, match="cos must not require a gradient"):
         compiled(**tensors)
-
-
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, norms):
-    class Model(torch.nn.Module):
-        def forward(self, query, key, cos, sin, query_weight=None, key_weight=None):
-            weights = {"query_weight": query_weight, "key_weight": key_weight}
-            options = weights | {"eps": 1e-3} if norms else {}
-            return functional.rotary_embedding(
-                query.sin(), key, cos, sin, interleaved=True, **options
-            )
-
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    shapes = {"query": {2: tokens}, "key": {2: tokens}, "cos": {0: tokens}, "sin": {0: tokens}}
-    given = Case(norms=norms).tensors()
-    shapes |= {name: None for name in given if name not in shapes}
-    program = torch.export.export(Model(), (), given, dynamic_shapes=shapes, strict=strict)
-    tensors = Case(tokens=9, norms=norms).tensors()
-    tensors["query"].requires_grad_()
-    results = []
-    for model in (program.module(), Model()):
-        outputs = model(**tensors)
-        results.append([*outputs, *torch.autograd.grad(outputs[0].sin().sum(), tensors["query"])])
-    for ours, eager in zip(*results, strict=True):
-        assert torch.equal(ours, eager)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
