@@ -7,11 +7,10 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
-from tests.branch.cases import BF16, F32, forms, make, scales
+from tests.branch.cases import BF16, F32, forms, make
 
 
 def call_of(case):
@@ -66,31 +65,6 @@ class Block(torch.nn.Module):
         return x + self.drop_path(self.scale(y))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@forms
-@scales
-def test_vmap(scale, form):
-    case = make(form, (5, 3, 8), scale=scale)
-    row_scale, case.row_scale = case.row_scale, None
-    names = list(case.tensors)
-
-    def loss(row_scale, *tensors):
-        case.row_scale = row_scale
-        outputs = case.ours(**dict(zip(names, tensors, strict=True)))
-        return sum(output.pow(2).sum() for output in outputs)
-
-    batched = [t.unflatten(0, (5, 1)) if t.dim() > 1 else t for t in case.tensors.values()]
-    wrt = tuple(1 + i for i, t in enumerate(batched) if t.dim() > 1)
-    dims = tuple(0 if t.dim() > 1 else None for t in batched)
-    factors = None if row_scale is None else row_scale[:, None]
-    gradient = torch.func.grad(loss, wrt)
-    found = torch.func.vmap(gradient, (None if factors is None else 0, *dims), randomness="same")(
-        factors, *batched
-    )
-    expected = gradient(row_scale, *case.tensors.values())
-    torch.testing.assert_close([g.flatten(0, 1) for g in found], list(expected))
-
-
 @forms
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_those_without_scales(dtype, form):
@@ -100,17 +74,6 @@ def test_dtypes_under_autocast_are_those_without_scales(dtype, form):
         case.row_scale = None
         plain = case.ours(**{n: t for n, t in case.tensors.items() if n != "column_scale"})
     assert [t.dtype for t in found] == [t.dtype for t in plain]
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x, found = Block(), torch.randn(6, 5, 8), []
-    for call in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        call(leaf).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_modules():

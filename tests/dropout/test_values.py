@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics, reference
@@ -337,29 +336,9 @@ def test_inplace_under_autograd():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    x = torch.randn(50, 50)
-    module = torch.nn.Sequential(torch.nn.Linear(50, 50), onepass.nn.Dropout(0.5), torch.nn.Tanh())
-    gradients = []
-    for wrapped in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        wrapped(leaf).sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients)
-
-
 def test_no_mask_is_stored():
     saved = []
     x = torch.randn(1000, 1000, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.dropout(x, 0.1)
     assert sum(tensor.numel() for tensor in saved) == 2  # the seed
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_under_autocast_are_torchs(dtype):
-    x = torch.randn(8, dtype=dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert functional.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype

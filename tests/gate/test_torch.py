@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, reference
@@ -30,22 +29,6 @@ def test_only_the_factors_are_kept():
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("form", ["two", "halves"])
-def test_vmap(form):
-    case = make((5, 3), 8, form=form)
-
-    def loss(*factors):
-        return case.ours(*factors).pow(2).sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss))(*case.factors)
-    expected = torch.func.grad(loss)(*case.factors)
-    torch.testing.assert_close(per_sample, expected)
-    torch.testing.assert_close(torch.func.vmap(case.ours)(*case.factors), case.ours(*case.factors))
-    outside = torch.func.grad(lambda *f: torch.func.vmap(case.ours)(*f).pow(2).sum())
-    torch.testing.assert_close(outside(*case.factors), expected)
-
-
 @pytest.mark.parametrize("dtype, up", [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)], ids=str)
 @pytest.mark.parametrize("cast", [BF16, F16], ids=str)
 def test_dtypes_under_autocast_are_torchs(dtype, up, cast):
@@ -61,17 +44,6 @@ def test_module_under_autocast():
         assert module(torch.randn(3, 8)).dtype is BF16
     module(torch.randn(3, 8)).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x = onepass.nn.GatedMLP(8, 24), torch.randn(5, 8)
-    found = []
-    for call in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        leaf = x.clone().requires_grad_()
-        call(leaf).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_module():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from onepass import functional
 from tests.linear.cases import RAW, make
@@ -35,44 +34,6 @@ def test_what_an_epilogue_saves():
     assert saved("bias", activation=None) == []
     assert saved("bias", activation=None, p=0.5) == [(2,)]
     assert saved("residual", activation=None) == saved("residual", p=0.5) == []
-
-
-def test_epilogue_in_a_checkpoint():
-    case = make(16, 8, 10)
-    leaves = [t.requires_grad_() for t in case.tensors().values()]
-
-    def layer(*tensors):
-        return functional.linear(*tensors, activation="silu", dropout_p=0.5)
-
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(4)
-        if reentrant is None:
-            output = layer(*leaves)
-        else:
-            output = checkpoint(layer, *leaves, use_reentrant=reentrant)
-        found.append(torch.autograd.grad(output, leaves, case.doutput) if not reentrant else None)
-        if reentrant:
-            output.backward(case.doutput)
-            found[-1] = [t.grad for t in leaves]
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_vmap_of_epilogues():
-    x, w, b, r = torch.randn(6, 9, 20), torch.randn(16, 20), torch.randn(16), torch.randn(6, 9, 16)
-
-    def layer(x, r):
-        return functional.linear(x, w, b, activation="gelu", residual=r)
-
-    torch.testing.assert_close(torch.func.vmap(layer)(x, r), layer(x, r))
-
-    def per_sample(x, r):
-        return torch.func.grad(lambda x: layer(x, r).pow(2).sum())(x)
-
-    expected = torch.func.grad(lambda x: layer(x, r).pow(2).sum())(x)
-    torch.testing.assert_close(torch.func.vmap(per_sample)(x, r), expected)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])

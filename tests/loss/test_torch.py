@@ -14,10 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass import functional
 from tests.loss.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     OPTIONS,
     make,
     results,
@@ -82,20 +78,6 @@ def test_vmap(option):
     )
     outside = torch.func.grad(lambda x: torch.func.vmap(loss)(x, targets).sum())
     torch.testing.assert_close(outside(x), expected)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
-@pytest.mark.parametrize("cast", [BF16, F16], ids=str)
-def test_dtypes_under_autocast_are_torchs(dtype, cast):
-    case = make(4, 8, dtype, label_smoothing=0.1)
-    leaf = leaves(case)
-    with torch.autocast("cpu", dtype=cast):
-        found = case.ours(leaf, None)
-        expected = case.torchs(leaf, None)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected)
-    found.backward()
-    assert leaf.grad.dtype is dtype
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
@@ -18,8 +17,6 @@ from tests.modulated_norm.cases import (
     F32,
     make,
 )
-
-forms = pytest.mark.parametrize("form", ["plain", "add", "gated"])
 
 
 def call_of(case):
@@ -40,22 +37,6 @@ def test_what_is_kept():
     assert sizes == sorted([h.numel(), h.numel(), 80, 80, 80, 60, 60])
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@forms
-def test_vmap(form):
-    case = make(False, 5, 3, 8, form=form)
-    tensors = [t.unflatten(0, (5, 1)) for t in case.tensors.values()]
-    function, _ = call_of(case)
-
-    def loss(*tensors):
-        return sum(output.pow(2).sum() for output in function(*tensors))
-
-    wrt = tuple(range(len(tensors)))
-    found = torch.func.vmap(torch.func.grad(loss, wrt))(*tensors)
-    expected = torch.func.grad(loss, wrt)(*(t.flatten(0, 1) for t in tensors))
-    torch.testing.assert_close([g.flatten(0, 1) for g in found], list(expected))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("scale", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_the_norms(dtype, scale):
@@ -64,17 +45,6 @@ def test_dtypes_under_autocast_are_the_norms(dtype, scale):
         y, h = case.ours(**case.tensors)
         plain = functional.layer_norm(case.tensors["input"], 8)
     assert y.dtype == plain.dtype and h.dtype == dtype
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, scale = onepass.nn.ModulatedRMSNorm(8), torch.randn(2, 8)
-    x, found = torch.randn(2, 5, 8), []
-    for call in (module, lambda *t: checkpoint(module, *t, use_reentrant=use_reentrant)):
-        leaf = x.clone().requires_grad_()
-        call(leaf, scale).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_module():
