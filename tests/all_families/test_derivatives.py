@@ -29,10 +29,15 @@ def differentiable(call, dtype=F64, but=()):
 
 @samples
 def test_gradcheck(name):
-    """First and second derivatives; slopes are float32, too coarse for a difference quotient."""
+    """First and second derivatives through all results together; slopes are float32, too coarse for
+    a difference quotient."""
     function, leaves, _ = differentiable(SAMPLES[name], but=("alibi_slopes",))
-    assert gradcheck(function, leaves, fast_mode=True)
-    assert gradgradcheck(lambda *leaves: [y**2 for y in function(*leaves)], leaves, fast_mode=True)
+
+    def together(*leaves):
+        return torch.cat([y.flatten() for y in function(*leaves)])
+
+    assert gradcheck(together, leaves, fast_mode=True)
+    assert gradgradcheck(lambda *leaves: together(*leaves) ** 2, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", FEWER)
