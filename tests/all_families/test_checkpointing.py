@@ -17,7 +17,7 @@ import onepass
 from onepass import functional
 from onepass._ops import dispatch_log
 from tests.emulator.executors import operators
-from tests.support.calls import CALLS
+from tests.support.calls import SAMPLES
 
 selective = functools.partial(create_selective_checkpoint_contexts, onepass.sac_ops())
 # Forwards that are bound by memory.
@@ -115,10 +115,10 @@ def test_compiled_graphs_keep_them_too(kept):
 # ---- every operator ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.differentiable])
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_operator_is_recomputed_bit_for_bit(name):
     """By both kinds of checkpoint, and under torch's deterministic mode: what is drawn, too."""
-    call, runs = CALLS[name], []
+    call, runs = SAMPLES[name], []
 
     def run(names, *tensors):
         runs.append(name)

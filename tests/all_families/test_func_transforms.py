@@ -14,7 +14,7 @@ from torch.func import grad, jacrev, vjp, vmap
 from onepass import functional, numerics
 from onepass._ops import optimizer
 from onepass.reference import rotary
-from tests.support.calls import CALLS
+from tests.support.calls import CALLS, SAMPLES
 from tests.test_conventions import declared_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -190,18 +190,10 @@ def test_every_function_is_here():
     assert set(functional.__all__) - found == without
 
 
-def is_exact(call):
-    return "rotary" not in call.name  # whose tables are float32 there
-
-
 def tensors_of(call):
-    """float64 where the call takes it, and which of them are differentiated."""
-    given = call.tensors()
-    for name, tensor in given.items():
-        if tensor.is_floating_point() and name != "alibi_slopes" and is_exact(call):
-            given[name] = tensor.double()
-    wanted = [n for n, t in given.items() if t.is_floating_point() and n not in call.constant]
-    return given, wanted
+    """In float64 where the call takes it, and which of them are differentiated."""
+    given = call.typed(torch.float64)
+    return given, call.wanted(given)
 
 
 def drawn(like, seed):
@@ -228,10 +220,10 @@ def close(found, expected):
         numerics.assert_close(one, two.double(), two)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in SAMPLES if "in place" not in name])
 def test_every_operator_under_vmap(name):
     """Slices, and their gradients, are those of plain calls."""
-    call = CALLS[name]
+    call = SAMPLES[name]
     run, x = seeded(call, tensors_of(call))
     slices = [x, {name: drawn(tensor, 5) for name, tensor in x.items()}]
     stacked = {name: torch.stack([one[name] for one in slices]) for name in x}

@@ -441,16 +441,6 @@ def test_gradcheck_and_gradgradcheck():
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
-def test_opcheck():
-    case = Case(F32, 8, heads=4, kv_heads=2, **LENGTHS)
-    t = with_blocks(case.tensors(), made("random", case, 48))
-    given = {n: t[n] for n in ("mask", "block_mask")}
-    arguments = [t[n] for n in ("query", "key", "value")]
-    torch.library.opcheck(
-        torch.ops.onepass.attention_forward.default, arguments, dict(**given, scale=0.2)
-    )
-
-
 def loss(query, key, value, block_mask):
     return attend(query, key, value, block_mask=block_mask, enable_gqa=True).square().sum()
 

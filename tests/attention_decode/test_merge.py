@@ -99,18 +99,6 @@ def test_gradients_of_parts_merged(cut, dtype):
         numerics.assert_close(*results, f"d{name}")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_gradcheck(parts):
-    outputs = [torch.randn(2, 3, 4, dtype=F64, requires_grad=True) for _ in range(parts)]
-    lses = [torch.randn(2, 3, dtype=F64, requires_grad=True) for _ in range(parts)]
-
-    def function(*tensors):
-        return merge(tensors[:parts], tensors[parts:])
-
-    assert torch.autograd.gradcheck(function, (*outputs, *lses))
-    assert torch.autograd.gradgradcheck(function, (*outputs, *lses))
-
-
 @dtypes
 def test_one_part_is_itself(dtype):
     q, k, v = inputs(dtype)
@@ -279,33 +267,3 @@ def test_inputs_are_not_changed():
     before = outputs.clone(), lses.clone()
     merge(outputs, lses)
     assert torch.equal(outputs, before[0]) and torch.equal(lses, before[1])
-
-
-def test_compile_fullgraph_with_dynamic_shapes():
-    def step(outputs, lses):
-        output, lse = merge(outputs, lses)
-        return output.square().sum() + lse.clamp(min=-9).sum()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (4, 9):
-        outputs, lses = torch.randn(3, 2, rows, 8), torch.randn(3, 2, rows)
-        lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF
-        results = []
-        for function in (compiled, step):
-            leaves = [x.clone().requires_grad_() for x in (outputs, lses)]
-            results.append(torch.autograd.grad(function(*leaves), leaves))
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.slow
-def test_inductor():
-    outputs, lses = torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9)
-    lses[1, 0, 1], lses[:, 1, 2] = -INF, -INF
-    found = torch.compile(merge, fullgraph=True)(outputs, lses)
-    torch.testing.assert_close(found, merge(outputs, lses))
-
-
-def test_meta_tensors():
-    output, lse = merge(torch.zeros(3, 2, 4, 8, device="meta"), torch.zeros(3, 2, 4, device="meta"))
-    assert output.shape == (2, 4, 8) and lse.shape == (2, 4)

@@ -101,26 +101,6 @@ def test_fakes_have_the_shapes_dtypes_and_strides(appends, order, dtype):
     assert meta[0].device.type == "meta"
 
 
-@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
-def test_tensors_without_data_are_checked(mode):
-    with mode:
-        q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
-        new, used = k[:, :, :1], torch.full((2,), 3, dtype=torch.int32)
-    attend = attention_with_kv_cache
-    for wrong in (
-        lambda: attend(q, k[..., :7], k),
-        lambda: attend(q, k, k[:, :, :4]),
-        lambda: attend(q[:, :3], k, k),
-        lambda: attend(q, k.half(), k),
-        lambda: attend(q, k, k, new, new[:, :1], cache_seqlens=used),
-        lambda: attend(q, k, k, new, new),
-        lambda: attend(q, k, k, new, new, cache_seqlens=used[:1]),
-        lambda: attend(q, k.mT.contiguous().mT, k, new, new, cache_seqlens=used),
-    ):
-        with pytest.raises(RuntimeError, match="^attention_decode(_append)?: .* must .*, got "):
-            wrong()
-
-
 @pytest.mark.parametrize("new_rows", [-1, 2])
 def test_the_ops_that_only_check(new_rows):
     """They raise the operator's errors, and write nothing."""

@@ -7,13 +7,10 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
-from tests.branch.cases import BF16, F32, F64, RAW, dtypes, forms, make, results, scales
-from tests.support.results import assert_same_bits
-from tests.support.seeds import drawn_seed
+from tests.branch.cases import BF16, F32, forms, make
 
 
 def call_of(case):
@@ -22,58 +19,6 @@ def call_of(case):
     return lambda *tensors: case.ours(**dict(zip(names, tensors, strict=True))), [
         case.tensors[name].requires_grad_() for name in names
     ]
-
-
-@forms
-@scales
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.grid
-def test_gradcheck(p, scale, form):
-    function, leaves = call_of(make(form, (3, 2, 5), F64, scale, p=p))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("form", ["rms", "layer"])
-def test_gradcheck_without_a_weight(form):
-    function, leaves = call_of(make(form, (3, 2, 5), F64, affine=False))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@forms
-def test_third_derivatives(form):
-    case = make(form, (3, 2, 4), F64)
-    found = []
-    for function in (case.ours, case.definition):
-        leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
-        value = sum(output.pow(3).sum() for output in function(**dict(leaves)))
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@forms
-@scales
-def test_first_derivatives_are_the_same_with_create_graph(scale, form, dtype):
-    case = make(form, (3, 3, 40), dtype, scale, p=0.2)
-    expected = results(case.ours, case)
-    function, leaves = call_of(case)
-    gradients = torch.autograd.grad(function(*leaves), leaves, case.gradients, create_graph=True)
-    for name, gradient in zip(case.tensors, gradients, strict=True):
-        assert torch.equal(gradient, expected[f"d{name}"])
-
-
-@pytest.mark.parametrize("name", ["input", "weight", "bias", "residual", "column_scale"])
-def test_what_requires_a_gradient(name):
-    """As torch's composition: the sum depends on neither weight nor bias."""
-    case = make("layer", (2, 3, 8))
-    case.tensors[name].requires_grad_()
-    found, expected = (f(**case.tensors) for f in (case.ours, case.torchs))
-    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
 
 
 def kept_by(form: str, scale: str, p: float) -> list[int]:
@@ -90,62 +35,6 @@ def test_what_is_kept():
     assert kept_by("add", "both", 0.1) == [2, 2, 40, 2400]
     assert kept_by("layer", "rows", 0.0) == [2, 40, 40, 60, 60, 2400]
     assert kept_by("layer", "both", 0.1) == [2, 2, 40, 40, 40, 60, 60, 2400, 2400]
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_opcheck(p, residual):
-    case = make("add", (3, 5, 8))
-    x, c, r = case.tensors["input"], case.tensors["column_scale"], case.row_scale
-    seed = drawn_seed(3) if p else None
-    forward = (x, case.tensors["residual"] if residual else None, c, r, seed, p, None)
-    torch.library.opcheck(torch.ops.onepass.branch_forward.default, forward)
-    for mask in (1, 2, 3):
-        backward = (case.gradients[0], x, c, r, seed, p, None, mask)
-        torch.library.opcheck(torch.ops.onepass.branch_backward.default, backward)
-    alone = (case.gradients[0].bfloat16(), None, None, r, seed, p, F32, 1)
-    torch.library.opcheck(torch.ops.onepass.branch_backward.default, alone)
-
-
-@pytest.mark.parametrize("scale", ["rows", "both"])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.grid
-def test_opcheck_of_norms(affine, scale):
-    case = make("layer", (3, 5, 8), BF16, scale, affine=affine)
-    t = dict.fromkeys(("weight", "bias", "column_scale")) | case.tensors
-    rest = (case.row_scale, drawn_seed(3), 0.0, 0.3)
-    tensors = (t["input"], t["weight"], t["bias"], t["residual"], t["column_scale"])
-    forward = (*tensors, [8], 0, 1e-5, None, True, *rest, F32, True)
-    torch.library.opcheck(torch.ops.onepass.modulated_norm_forward.default, forward)
-    _, h, mean, rstd = RAW.modulated_norm_forward(*forward)
-    branch = t["input"] if scale == "both" else None
-    rows = (case.gradients[0], case.gradients[1].float(), h, t["weight"], t["bias"], branch)
-    rows += (t["column_scale"], mean, rstd, [8], 0, BF16, BF16)
-    for mask in (1, 31):
-        torch.library.opcheck(
-            torch.ops.onepass.modulated_norm_backward.default, (*rows, mask, *rest, True)
-        )
-
-
-@pytest.mark.parametrize(
-    "backend, form", [("aot_eager", "layer"), ("aot_eager", "add"), ("inductor", "rms")]
-)
-@scales
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(scale, backend, form):
-    torch._dynamo.reset()
-    case = make(form, (3, 4, 16), scale=scale)
-
-    def call(row_scale, **tensors):
-        case.row_scale = row_scale
-        return case.ours(**tensors)
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for sizes in ((3, 4, 16), (4, 7, 33)):
-        other = make(form, sizes, scale=scale)
-        case.tensors, case.gradients = other.tensors, other.gradients
-        found = results(lambda **t: compiled(other.row_scale, **t), case)
-        assert_same_bits(found, results(other.ours, other))
 
 
 def test_compiled_modules_drop_what_eager_ones_do():
@@ -176,46 +65,6 @@ class Block(torch.nn.Module):
         return x + self.drop_path(self.scale(y))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module, batch = Block(), torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(
-        module, (torch.randn(4, 5, 8),), dynamic_shapes=({0: batch},), strict=strict
-    )
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    given, found = torch.randn(3, 5, 8), []
-    for call in (program, module):
-        torch.manual_seed(4)
-        found.append(torch.autograd.grad(call(given).square().sum(), list(call.parameters())))
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@forms
-@scales
-def test_vmap(scale, form):
-    case = make(form, (5, 3, 8), scale=scale)
-    row_scale, case.row_scale = case.row_scale, None
-    names = list(case.tensors)
-
-    def loss(row_scale, *tensors):
-        case.row_scale = row_scale
-        outputs = case.ours(**dict(zip(names, tensors, strict=True)))
-        return sum(output.pow(2).sum() for output in outputs)
-
-    batched = [t.unflatten(0, (5, 1)) if t.dim() > 1 else t for t in case.tensors.values()]
-    wrt = tuple(1 + i for i, t in enumerate(batched) if t.dim() > 1)
-    dims = tuple(0 if t.dim() > 1 else None for t in batched)
-    factors = None if row_scale is None else row_scale[:, None]
-    gradient = torch.func.grad(loss, wrt)
-    found = torch.func.vmap(gradient, (None if factors is None else 0, *dims), randomness="same")(
-        factors, *batched
-    )
-    expected = gradient(row_scale, *case.tensors.values())
-    torch.testing.assert_close([g.flatten(0, 1) for g in found], list(expected))
-
-
 @forms
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_those_without_scales(dtype, form):
@@ -225,17 +74,6 @@ def test_dtypes_under_autocast_are_those_without_scales(dtype, form):
         case.row_scale = None
         plain = case.ours(**{n: t for n, t in case.tensors.items() if n != "column_scale"})
     assert [t.dtype for t in found] == [t.dtype for t in plain]
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x, found = Block(), torch.randn(6, 5, 8), []
-    for call in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        call(leaf).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_modules():

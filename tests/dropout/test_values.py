@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics, reference
@@ -130,18 +129,6 @@ def test_gradients_for_one_argument_only():
     r = r.detach()
     assert not functional.add_dropout(x, r, 0.5).requires_grad
     assert functional.add_dropout(x.requires_grad_(), r, 0.5).requires_grad
-
-
-def test_gradcheck_twice():
-    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    r = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-
-    def function(x, r):
-        torch.manual_seed(3)
-        return functional.add_dropout(functional.dropout(x, 0.4), r, 0.4) ** 2
-
-    assert torch.autograd.gradcheck(function, (x, r))
-    assert torch.autograd.gradgradcheck(function, (x, r))
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -349,51 +336,9 @@ def test_inplace_under_autograd():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    x = torch.randn(50, 50)
-    module = torch.nn.Sequential(torch.nn.Linear(50, 50), onepass.nn.Dropout(0.5), torch.nn.Tanh())
-    gradients = []
-    for wrapped in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        wrapped(leaf).sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients)
-
-
 def test_no_mask_is_stored():
     saved = []
     x = torch.randn(1000, 1000, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.dropout(x, 0.1)
     assert sum(tensor.numel() for tensor in saved) == 2  # the seed
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_under_autocast_are_torchs(dtype):
-    x = torch.randn(8, dtype=dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert functional.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("strided", [False, True])
-def test_opcheck(residual, strided):
-    x = torch.randn(10, 3).t() if strided else torch.randn(3, 10)
-    seed = torch.tensor([1, 2])
-    arguments = (x, x if residual else None, seed, 0.3, None)
-    torch.library.opcheck(torch.ops.onepass.dropout_forward.default, arguments)
-
-
-def test_compile_fullgraph():
-    module = onepass.nn.Dropout(0.5)
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    for n in (100, 257):
-        x = torch.randn(n, requires_grad=True)
-        torch.manual_seed(3)
-        compiled(x).sum().backward()
-        gradient, x.grad = x.grad, None
-        torch.manual_seed(3)
-        module(x).sum().backward()
-        assert torch.equal(gradient, x.grad)

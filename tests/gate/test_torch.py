@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, reference
@@ -18,51 +17,8 @@ from tests.gate.cases import (
     F16,
     F32,
     F64,
-    activations,
-    dtypes,
-    forms,
     make,
-    results,
 )
-from tests.support.results import assert_same_bits
-
-
-@activations
-@forms
-@pytest.mark.grid
-def test_gradcheck(form, activation):
-    case = make(3, 4, F64, activation, form)
-    leaves = [t.requires_grad_() for t in case.factors]
-    if activation.startswith("relu"):  # away from the corner
-        for leaf in leaves:
-            leaf.data += leaf.sign() * 0.1
-    assert torch.autograd.gradcheck(case.ours, leaves)
-    assert torch.autograd.gradgradcheck(case.ours, leaves)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_third_derivatives(activation):
-    case = make(3, 4, F64, activation)
-    found = []
-    for function in (case.ours, case.torchs):
-        leaves = [t.detach().requires_grad_() for t in case.factors]
-        value = function(*leaves).pow(3).sum()
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, leaves, create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@pytest.mark.parametrize("form", ["two", "halves"])
-def test_first_derivatives_are_the_same_with_create_graph(form, dtype):
-    case = make(3, 40, dtype, form=form)
-    expected = results(case.ours, case)
-    leaves = [t.detach().requires_grad_() for t in case.factors]
-    gradients = torch.autograd.grad(case.ours(*leaves), leaves, case.doutput, create_graph=True)
-    for gradient, name in zip(gradients, ("dgate", "dup"), strict=False):
-        assert torch.equal(gradient, expected[name]) and gradient.requires_grad
 
 
 def test_only_the_factors_are_kept():
@@ -71,82 +27,6 @@ def test_only_the_factors_are_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.silu_mul(*leaves)
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves]
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("form", ["two", "halves"])
-@pytest.mark.grid
-def test_opcheck(form, strided):
-    case = make((3, 5), 8, F32, form=form)
-    if strided:
-        case.factors[0] = torch.cat([case.factors[0]] * 2, -1)[..., : case.factors[0].shape[-1]]
-        case.doutput = case.doutput.transpose(0, 1).contiguous().transpose(0, 1)
-    gate, up = (*case.factors, None)[:2]
-    torch.library.opcheck(torch.ops.onepass.gate_forward.default, (gate, up, 3, False))
-    for mask in (1, 3):
-        backward = (case.doutput, gate, up, 3, up is None, mask)
-        torch.library.opcheck(torch.ops.onepass.gate_backward.default, backward)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("form", ["two", "halves"])
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(form, backend):
-    compiled = torch.compile(functional.silu_mul, fullgraph=True, dynamic=True, backend=backend)
-    for rows, cols in ((4, 16), (7, 33), (2, 50)):
-        case = make(rows, cols, form=form)
-        found, expected = results(compiled, case), results(functional.silu_mul, case)
-        assert_same_bits(found, expected)
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(functional.gelu_mul, fullgraph=True, dynamic=True, backend=counter)
-    for rows, cols in ((4, 16), (7, 34), (2, 50)):
-        compiled(torch.randn(rows, cols))
-    assert counter.frame_count == 1
-
-
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    compiled = torch.compile(functional.silu_mul, fullgraph=True, backend="aot_eager")
-    leaves = [t.requires_grad_() for t in make(3, 4).factors]
-    (gradient,) = torch.autograd.grad(compiled(*leaves).sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module = onepass.nn.GatedMLP(8, 24)
-    rows = torch.export.Dim("rows", min=2, max=64)
-    program = torch.export.export(
-        module, (torch.randn(4, 8),), dynamic_shapes=({0: rows},), strict=strict
-    )
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    x = torch.randn(3, 8)
-    for one, other in zip(program.parameters(), module.parameters(), strict=True):
-        assert torch.equal(one, other)
-    found = [
-        torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("form", ["two", "halves"])
-def test_vmap(form):
-    case = make((5, 3), 8, form=form)
-
-    def loss(*factors):
-        return case.ours(*factors).pow(2).sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss))(*case.factors)
-    expected = torch.func.grad(loss)(*case.factors)
-    torch.testing.assert_close(per_sample, expected)
-    torch.testing.assert_close(torch.func.vmap(case.ours)(*case.factors), case.ours(*case.factors))
-    outside = torch.func.grad(lambda *f: torch.func.vmap(case.ours)(*f).pow(2).sum())
-    torch.testing.assert_close(outside(*case.factors), expected)
 
 
 @pytest.mark.parametrize("dtype, up", [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)], ids=str)
@@ -164,17 +44,6 @@ def test_module_under_autocast():
         assert module(torch.randn(3, 8)).dtype is BF16
     module(torch.randn(3, 8)).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x = onepass.nn.GatedMLP(8, 24), torch.randn(5, 8)
-    found = []
-    for call in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        leaf = x.clone().requires_grad_()
-        call(leaf).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_module():

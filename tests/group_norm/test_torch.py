@@ -5,74 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pytest
 import torch
 import torch._dynamo.testing
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
 from tests.group_norm.cases import (
     BF16,
-    F16,
-    F32,
-    F64,
-    NAMES,
-    RAW,
-    activations,
-    dtypes,
     make,
-    orders,
-    results,
 )
-from tests.support.results import assert_same_bits
-
-
-@activations
-@orders
-@pytest.mark.grid
-def test_gradcheck(last, activation):
-    case = make((2, 4, 2, 3), 2, F64, activation, last=last)
-    leaves = [t.requires_grad_() for t in case.tensors]
-    assert torch.autograd.gradcheck(case.ours, leaves)
-    assert torch.autograd.gradgradcheck(case.ours, leaves)
-
-
-@pytest.mark.parametrize("weight, bias", [(False, False), (True, False), (False, True)])
-def test_gradgradcheck_without_weight_or_bias(weight, bias):
-    case = make((2, 4, 3), 2, F64, weight=weight, bias=bias)
-    given = [t.requires_grad_() for t in case.tensors if t is not None]
-
-    def function(*leaves):
-        of = iter(leaves)
-        return case.ours(*(None if t is None else next(of) for t in case.tensors))
-
-    assert torch.autograd.gradgradcheck(function, given)
-
-
-def test_third_derivatives():
-    case = make((2, 4, 3), 2, F64)
-    found = []
-    for function in (case.ours, case.torchs):
-        leaves = [t.detach().requires_grad_() for t in case.tensors]
-        value = function(*leaves).pow(3).sum()
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, leaves, create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@orders
-def test_first_derivatives_are_the_same_with_create_graph(last, dtype):
-    case = make((2, 8, 5, 6), 2, dtype, last=last)
-    expected = results(case.ours, case)
-    leaves = [t.detach().requires_grad_() for t in case.tensors]
-    gradients = torch.autograd.grad(case.ours(*leaves), leaves, case.doutput, create_graph=True)
-    for gradient, name in zip(gradients, NAMES[1:], strict=True):
-        assert torch.equal(gradient, expected[name]) and gradient.requires_grad
 
 
 def test_only_input_weights_and_statistics_are_kept():
@@ -82,108 +23,6 @@ def test_only_input_weights_and_statistics_are_kept():
         functional.group_norm(leaves[0], 2, *leaves[1:], activation="silu")
     assert [t.data_ptr() for t in saved[:3]] == [t.data_ptr() for t in leaves]
     assert [t.shape for t in saved[3:]] == [(2, 2)] * 2
-
-
-@orders
-@activations
-@pytest.mark.grid
-def test_opcheck(activation, last):
-    kind = 2 if activation else 0
-    case = make((2, 8, 5, 6), 2, activation=activation, last=last)
-    for save in (False, True):
-        forward = (*case.tensors, 2, 1e-5, kind, last, None, save)
-        torch.library.opcheck(torch.ops.onepass.group_norm_forward.default, forward)
-    _, mean, rstd = RAW.group_norm_forward(*forward)
-    for mask in (1, 7):
-        backward = (case.doutput, *case.tensors, mean, rstd, 2, kind, last, mask)
-        torch.library.opcheck(torch.ops.onepass.group_norm_backward.default, backward)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@orders
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(last, backend):
-    def call(x, w, b):
-        return functional.group_norm(x, 2, w, b, activation="silu")
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for shape in ((2, 8, 5, 6), (3, 12, 7, 4), (4, 6, 9, 9)):
-        case = make(shape, 2, last=last)
-        found, expected = results(compiled, case), results(call, case)
-        assert_same_bits(found, expected)
-        assert found["output"].stride() == expected["output"].stride()
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(functional.group_norm, fullgraph=True, dynamic=True, backend=counter)
-    compiled(torch.randn(2, 8, 5, 6), 4)
-    graphs = counter.frame_count  # torch compiles once more when it treats eps as a number
-    for shape in ((3, 12, 7, 4), (4, 8, 9, 9)):
-        compiled(torch.randn(shape), 4)
-    assert counter.frame_count == graphs
-
-
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    compiled = torch.compile(functional.group_norm, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 4, 3, requires_grad=True)
-    value = compiled(x, 2).pow(2).sum()
-    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
-        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@orders
-@pytest.mark.grid
-def test_exported_programs_train(last, strict, tmp_path):
-    module = onepass.nn.GroupNorm(2, 8, activation="silu")
-    x = make((4, 8, 5, 6), 2, last=last).input
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},), strict=strict)
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    x = make((3, 8, 5, 6), 2, last=last, seed=1).input
-    found = [
-        torch.autograd.grad(m(x).pow(3).sum(), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@orders
-def test_vmap(last):
-    case = make((10, 8, 5, 6), 2, last=last)
-    x = case.input.unflatten(0, (5, 2))
-
-    def loss(x, w, b):
-        return case.ours(x, w, b).pow(3).sum()
-
-    per_part = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), (0, None, None))
-    found = per_part(x, *case.tensors[1:])
-    for i in range(5):
-        leaves = [t.detach().requires_grad_() for t in (x[i], *case.tensors[1:])]
-        expected = torch.autograd.grad(loss(*leaves), leaves)
-        torch.testing.assert_close([g[i] for g in found], list(expected))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_autocast_leaves_dtypes_as_torch_does(dtype):
-    x, w = torch.randn(2, 8, 3).to(dtype), torch.ones(8)
-    with torch.autocast("cpu", dtype=BF16):
-        found, expected = (f(x, 2, w, w) for f in (functional.group_norm, F.group_norm))
-    assert found.dtype is expected.dtype is dtype
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x = onepass.nn.GroupNorm(2, 8, activation="silu"), torch.randn(5, 8, 4)
-    found = []
-    for call in (module, lambda t: checkpoint(module, t, use_reentrant=use_reentrant)):
-        leaf = x.clone().requires_grad_()
-        call(leaf).pow(3).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_module():

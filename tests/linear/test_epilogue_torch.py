@@ -5,45 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from onepass import functional
-from onepass.reference.linear import ACTIVATIONS
 from tests.linear.cases import RAW, make
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-
-EPILOGUES = [
-    (kind, p, residual) for kind in (0, 3) for p in (0.0, 0.4) for residual in (None, BF16)
-]
-
-
-@pytest.mark.parametrize("kind, p, residual", EPILOGUES, ids=str)
-def test_opcheck_epilogue(kind, p, residual):
-    case = make((3, 2), 4, 5)
-    more = None if residual is None else case.doutput.to(residual)
-    seed = torch.tensor([1, 2]) if p else None
-    arguments = (*case.tensors().values(), more, seed, p, kind, True)
-    torch.library.opcheck(torch.ops.onepass.linear_epilogue_forward.default, arguments)
-    preactivation = case.doutput.sin().to(BF16) if kind else None
-    arguments = (case.doutput, preactivation, seed, p, kind, BF16)
-    torch.library.opcheck(torch.ops.onepass.linear_epilogue_backward.default, arguments)
-
-
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_gradcheck_of_epilogues(activation):
-    case = make(3, 4, 5, F64)
-    residual = torch.randn(3, 5, dtype=F64, requires_grad=True)
-    seed = 3
-
-    def function(*tensors):
-        torch.manual_seed(seed)
-        *layer, stream = tensors
-        return functional.linear(*layer, activation=activation, dropout_p=0.3, residual=stream)
-
-    leaves = [*(t.requires_grad_() for t in case.tensors().values()), residual]
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 def test_what_an_epilogue_saves():
@@ -68,44 +34,6 @@ def test_what_an_epilogue_saves():
     assert saved("bias", activation=None) == []
     assert saved("bias", activation=None, p=0.5) == [(2,)]
     assert saved("residual", activation=None) == saved("residual", p=0.5) == []
-
-
-def test_epilogue_in_a_checkpoint():
-    case = make(16, 8, 10)
-    leaves = [t.requires_grad_() for t in case.tensors().values()]
-
-    def layer(*tensors):
-        return functional.linear(*tensors, activation="silu", dropout_p=0.5)
-
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(4)
-        if reentrant is None:
-            output = layer(*leaves)
-        else:
-            output = checkpoint(layer, *leaves, use_reentrant=reentrant)
-        found.append(torch.autograd.grad(output, leaves, case.doutput) if not reentrant else None)
-        if reentrant:
-            output.backward(case.doutput)
-            found[-1] = [t.grad for t in leaves]
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_vmap_of_epilogues():
-    x, w, b, r = torch.randn(6, 9, 20), torch.randn(16, 20), torch.randn(16), torch.randn(6, 9, 16)
-
-    def layer(x, r):
-        return functional.linear(x, w, b, activation="gelu", residual=r)
-
-    torch.testing.assert_close(torch.func.vmap(layer)(x, r), layer(x, r))
-
-    def per_sample(x, r):
-        return torch.func.grad(lambda x: layer(x, r).pow(2).sum())(x)
-
-    expected = torch.func.grad(lambda x: layer(x, r).pow(2).sum())(x)
-    torch.testing.assert_close(torch.func.vmap(per_sample)(x, r), expected)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])

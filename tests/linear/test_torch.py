@@ -11,7 +11,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
 import onepass
@@ -20,14 +19,12 @@ from onepass._ops.decomposition import FORMULAS
 from tests.linear.cases import (
     DTYPES,
     FLOATS,
-    NAMES,
     RAW,
     backward,
     dtypes,
     layer_gradients,
     make,
     results,
-    subsets,
 )
 from tests.support.results import assert_same_bits
 
@@ -35,35 +32,6 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 BIAS = pytest.mark.parametrize("bias", [False, True])
 
 # ---- derivatives ---------------------------------------------------------------------------------
-
-
-@BIAS
-@pytest.mark.parametrize("rows", [(), (3,), (2, 2)], ids=str)
-def test_gradcheck_and_gradgradcheck(rows, bias):
-    tensors = [t.requires_grad_() for t in make(rows, 4, 5, F64, bias=bias).tensors().values()]
-    assert torch.autograd.gradcheck(functional.linear, tensors)
-    assert torch.autograd.gradgradcheck(functional.linear, tensors)
-
-
-@pytest.mark.parametrize("wanted", [("input",), ("weight",), ("input", "weight")], ids="+".join)
-def test_gradgradcheck_of_some_tensors(wanted):
-    case = make(3, 4, 5, F64)
-    tensors = [t.requires_grad_(name in wanted) for name, t in case.tensors().items()]
-    assert torch.autograd.gradgradcheck(lambda *t: functional.linear(*t).pow(2), tensors)
-
-
-def test_gradcheck_of_all_the_options():
-    case = make(3, 4, 6, F64)
-    residual = torch.randn(3, 6, dtype=F64, requires_grad=True)
-
-    def function(*tensors):
-        torch.manual_seed(3)
-        *layer, stream = tensors
-        return functional.linear(*layer, activation="gelu_tanh", dropout_p=0.4, residual=stream)
-
-    tensors = [*(t.requires_grad_() for t in case.tensors().values()), residual]
-    assert torch.autograd.gradcheck(function, tensors)
-    assert torch.autograd.gradgradcheck(function, tensors)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -89,75 +57,7 @@ def test_gradient_penalty(dtype, bias):
         numerics.assert_close(ours, ref, base)
 
 
-def test_third_derivative():
-    x = torch.randn(3, 5, dtype=F64, requires_grad=True)
-    w = torch.randn(4, 5, dtype=F64)
-
-    def third(linear):
-        (g,) = torch.autograd.grad(linear(x, w).pow(4).sum(), x, create_graph=True)
-        (h,) = torch.autograd.grad(g.pow(2).sum(), x, create_graph=True)
-        return torch.autograd.grad(h.pow(2).sum(), x)[0]
-
-    torch.testing.assert_close(third(functional.linear), third(F.linear))
-
-
-# ---- opcheck, fakes, meta ------------------------------------------------------------------------
-
-
-@BIAS
-@pytest.mark.parametrize("out_dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("rows", [(), (3, 2), (0,)], ids=str)
-@pytest.mark.grid
-def test_opcheck_forward(rows, out_dtype, bias):
-    case = make(rows, 4, 5, bias=bias)
-    arguments = (case.input, case.weight, case.bias, out_dtype)
-    torch.library.opcheck(torch.ops.onepass.linear_forward.default, arguments)
-
-
-def test_opcheck_forward_of_strided_tensors():
-    x, w, b = torch.randn(2, 4, 3).transpose(1, 2), torch.randn(4, 5).t(), torch.randn(10)[::2]
-    arguments = (x, w.half(), b, BF16)
-    torch.library.opcheck(torch.ops.onepass.linear_forward.default, arguments)
-
-
-@subsets
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.grid
-def test_opcheck_backward(transposed, wrt):
-    case = make((3, 2), 4, 5)
-    if transposed:
-        case.weight = case.weight.t().contiguous().t()
-    given = (case.input if "weight" in wrt else None, case.weight if "input" in wrt else None)
-    asked = (BF16 if name in wrt else None for name in NAMES)
-    arguments = (case.doutput, *given, *asked)
-    torch.library.opcheck(torch.ops.onepass.linear_backward.default, arguments)
-
-
-def facts(tensors) -> dict:
-    return {name: (t.shape, t.dtype, t.stride()) for name, t in tensors.items()}
-
-
-@BIAS
-@pytest.mark.parametrize("rows", [(), (3, 2)], ids=str)
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F32, BF16), (F64, F64)], ids=str)
-def test_shapes_and_dtypes_without_data(dtypes, rows, bias):
-    of_input, of_weight = dtypes
-    case = make(rows, 4, 5, of_input, weight_dtype=of_weight, bias_dtype=of_weight, bias=bias)
-    real = results(functional.linear, case), layer_gradients(case)
-
-    def without(convert):
-        for name in (*NAMES, "doutput"):
-            tensor = getattr(case, name)
-            setattr(other, name, None if tensor is None else convert(tensor))
-        return results(functional.linear, other), layer_gradients(other)
-
-    other = copy.copy(case)
-    with FakeTensorMode() as mode:
-        fake = without(mode.from_tensor)
-    meta = without(lambda t: t.to("meta"))
-    for found in (fake, meta):
-        assert [facts(t) for t in found] == [facts(t) for t in real]
-    assert all(t.device.type == "meta" for t in meta[0].values())
+# ---- compile, export, trace ----------------------------------------------------------------------
 
 
 def test_fakes_record_the_operator():
@@ -168,9 +68,6 @@ def test_fakes_record_the_operator():
     for mode in ("real", "fake", "symbolic"):
         graph = make_fx(lambda *t: functional.linear(*t), tracing_mode=mode)(*tensors)
         assert "onepass.linear_forward" in graph.code, mode
-
-
-# ---- compile, export, trace ----------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):
@@ -185,50 +82,6 @@ class Block(torch.nn.Module):
             y, layer.weight, layer.bias, activation="gelu", dropout_p=0.2, residual=residual,
             training=self.training,
         )  # fmt: skip
-
-
-def test_compile_fullgraph_with_dynamic_shapes():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    block, counter = Block(), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for rows in (5, 9, 12):
-        x, residual = torch.randn(2, rows, 16), torch.randn(2, rows, 16)
-        gradients = []
-        for function in (block, compiled):
-            leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
-            torch.manual_seed(2)
-            y = function(*leaves)
-            gradients.append(
-                (y, *torch.autograd.grad(y.pow(2).sum(), [*leaves, *block.parameters()]))
-            )
-        for ours, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(ours, expected)
-        frames.append(counter.frame_count)
-    assert frames[0] == frames[-1]  # one graph serves every number of rows
-    (graph, *_) = counter.graphs
-    assert not any(node.target is F.linear for node in graph.graph.nodes)
-
-
-@pytest.mark.slow
-def test_inductor():
-    """The default compiler, whose generated code relies on the fakes' strides."""
-    block = Block().eval()
-    x, residual = torch.randn(5, 7, 16, requires_grad=True), torch.randn(7, 5, 16)
-
-    def step(x):
-        return block(x.transpose(0, 1), residual).sin().sum()
-
-    (expected,) = torch.autograd.grad(step(x), x)
-    (found,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(x), x)
-    torch.testing.assert_close(found, expected)
-
-
-def test_messages_of_compiled_calls():
-    compiled = torch.compile(functional.linear, fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match=r"linear: bias must have shape \(5,\), got \(4,\)"):
-        compiled(torch.randn(3, 6), torch.randn(5, 6), torch.randn(4))
 
 
 @pytest.mark.parametrize("strict", [False, True])

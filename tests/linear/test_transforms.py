@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics
@@ -86,24 +84,3 @@ def test_functional_call():
     gradients = torch.func.grad(loss)(other)
     expected = torch.func.grad(lambda p: F.linear(x, **p).pow(2).sum())(other)
     torch.testing.assert_close(gradients, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, x = onepass.nn.Linear(20, 20), torch.randn(9, 20)
-    residual = torch.randn(9, 20)
-
-    def layer(t):
-        return functional.linear(
-            module(t), module.weight, activation="gelu", dropout_p=0.5, residual=residual
-        )
-
-    gradients = []
-    for function in (layer, lambda t: checkpoint(layer, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        function(leaf).sum().backward()
-        gradients.append((leaf.grad, module.weight.grad, module.bias.grad))
-        module.zero_grad()
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)

@@ -8,113 +8,17 @@ import pickle
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics
-from tests.loss.cases import BF16, F16, F32, F64, OPTIONS, dtypes, options
+from tests.loss.cases import BF16, F16, F32, OPTIONS, dtypes
 from tests.loss.linear_cases import check, make, results
-from tests.support.results import assert_same_bits
 
 SOME = pytest.mark.parametrize("option", ["mean", "all", "none"])
 
 
 def leaves(case):
     return {name: t.detach().clone().requires_grad_() for name, t in case.operands.items()}
-
-
-@options
-def test_gradcheck(option):
-    case = make(3, 4, 5, F64, **OPTIONS[option])
-
-    def call(*operands):
-        return case.ours(*operands, case.weight)
-
-    operands = tuple(leaves(case).values())
-    assert torch.autograd.gradcheck(call, operands)
-    assert torch.autograd.gradgradcheck(call, operands)
-
-
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_third_derivatives(option):
-    case = make(3, 4, 5, F64, **OPTIONS[option])
-    found = []
-    for function in (case.ours, case.formula):
-        operands = leaves(case)
-        value = function(**operands, weight=case.weight).pow(3).sum()
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, operands.values(), create_graph=True)
-            value = sum(gradient.square().sum() for gradient in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@SOME
-def test_first_derivatives_are_the_same_with_create_graph(option, dtype):
-    case = make(30, 4, 40, dtype, **OPTIONS[option])
-    operands = leaves(case)
-    loss = case.ours(**operands, weight=case.weight)
-    found = torch.autograd.grad(loss, operands.values(), case.dloss, create_graph=True)
-    expected = results(case.ours, case)
-    for name, gradient in zip(operands, found, strict=True):
-        assert torch.equal(gradient, expected[f"d{name}"]) and gradient.requires_grad
-
-
-@SOME
-@pytest.mark.parametrize("mask", [0, 7, 2])
-def test_opcheck(option, mask):
-    case = make(5, 4, 8, **OPTIONS[option])
-    of = case.options
-    arguments = (
-        *(case.input, case.linear_weight, case.target, case.linear_bias, case.weight),
-        *(-100, of.get("label_smoothing", 0.0), of.get("softcap", 0.0), of.get("z_loss", 0.0)),
-        *(torch.ones(5) if mask else None, mask),
-    )
-    torch.library.opcheck(torch.ops.onepass.linear_loss.default, arguments)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@SOME
-def test_compile_fullgraph_with_dynamic_shapes(option, backend):
-    def call(x, w, b, target, weight):
-        return functional.linear_cross_entropy(
-            x, w, target, linear_bias=b, weight=weight, **case.options
-        )
-
-    case = make(4, 8, 16, **OPTIONS[option])
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for rows, classes in ((4, 16), (300, 33), (20, 50)):
-        case = make(rows, 8, classes, **OPTIONS[option])
-
-        def run(input, linear_weight, linear_bias, weight, case=case):
-            return compiled(input, linear_weight, linear_bias, case.target, weight)
-
-        assert_same_bits(results(run, case), results(case.ours, case))
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = functional.linear_cross_entropy
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    counts = []
-    for rows, classes in ((4, 16), (300, 34), (600, 50)):
-        case = make(rows, 8, classes)
-        operands = leaves(case)
-        compiled(operands["input"], operands["linear_weight"], case.target, label_smoothing=0.1)
-        counts.append(counter.frame_count)
-    assert counts[0] == counts[2]
-
-
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    """When the first gradient is asked for, or, where torch donates no buffers, at the second."""
-    case = make(3, 4, 8, bias=False)
-    compiled = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    operands = leaves(case)
-    loss = compiled(*operands.values(), case.target)
-    with pytest.raises(RuntimeError, match="create_graph=False|to not have been used in the graph"):
-        (gradient, *_) = torch.autograd.grad(loss, operands.values(), create_graph=True)
-        torch.autograd.grad(gradient.sum(), operands.values())
 
 
 class Model(torch.nn.Module):
@@ -125,21 +29,6 @@ class Model(torch.nn.Module):
 
     def forward(self, x, target):
         return self.loss(self.layer(x), target)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module = Model(label_smoothing=0.1, z_loss=0.01)
-    x, target = torch.randn(4, 8), torch.tensor([3, 11, -100, 0])
-    rows = torch.export.Dim("rows", min=2, max=64)
-    shapes = ({0: rows}, {0: rows})
-    program = torch.export.export(module, (x, target), dynamic_shapes=shapes, strict=strict)
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    found = [
-        torch.autograd.grad(m(x[:3], target[:3]), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -189,17 +78,6 @@ def test_autocast(option, dtype, cast):
         exact, ours, base = ([draw[which][name] for draw in draws] for which in range(3))
         assert ours[0].dtype == base[0].dtype, name
         numerics.assert_close(ours, exact, base, name)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, target = Model(), torch.tensor([3, 11, -100, 0])
-    found = []
-    for call in (module, lambda *x: checkpoint(module, *x, use_reentrant=use_reentrant)):
-        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-        call(x, target).backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
 
 
 def test_saved_tensors_elsewhere():

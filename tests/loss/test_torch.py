@@ -14,51 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass import functional
 from tests.loss.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     OPTIONS,
-    RAW,
-    dtypes,
     make,
-    options,
     results,
 )
 
 
 def leaves(case):
     return case.input.detach().clone().requires_grad_()
-
-
-@options
-def test_gradcheck(option):
-    case = make(3, 5, F64, **OPTIONS[option])
-    assert torch.autograd.gradcheck(lambda x: case.ours(x, case.weight), leaves(case))
-    assert torch.autograd.gradgradcheck(lambda x: case.ours(x, case.weight), leaves(case))
-
-
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_third_derivatives(option):
-    case = make(3, 5, F64, **OPTIONS[option])
-    found = []
-    for function in (case.ours, case.formula):
-        leaf = leaves(case)
-        value = function(leaf, case.weight).pow(3).sum()
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
-            value = gradient.square().sum()
-        found.append([value, gradient])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-def test_first_derivatives_are_the_same_with_create_graph(dtype):
-    case = make(3, 40, dtype)
-    leaf = leaves(case)
-    loss = case.ours(leaf, None)
-    (gradient,) = torch.autograd.grad(loss, leaf, case.dloss, create_graph=True)
-    assert torch.equal(gradient, results(case.ours, case)["dinput"]) and gradient.requires_grad
 
 
 def test_what_is_kept_is_three_numbers_of_a_row():
@@ -69,51 +32,6 @@ def test_what_is_kept_is_three_numbers_of_a_row():
         case.ours(leaf, case.weight)
     own = {leaf.data_ptr(), case.target.data_ptr(), case.weight.data_ptr()}
     assert sum(t.numel() for t in saved if t.data_ptr() not in own) == 3 * 30 + 1
-
-
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_opcheck(option):
-    case = make(3, 8, **OPTIONS[option])
-    of = case.options
-    arguments = (
-        case.input, case.target, case.weight, -100, of.get("label_smoothing", 0.0),
-        of.get("softcap", 0.0), 0 if "reduction" in of else 1,
-    )  # fmt: skip
-    forward = (*arguments, of.get("z_loss", 0.0), None)
-    torch.library.opcheck(torch.ops.onepass.loss_forward.default, forward)
-    _, *saved = RAW.loss_forward(*forward)
-    torch.library.opcheck(torch.ops.onepass.loss_backward.default, (*arguments, case.dloss, *saved))
-    torch.library.opcheck(
-        torch.ops.onepass.loss_backward_inplace.default, (*arguments, case.dloss, *saved)
-    )
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("option", ["mean", "all"])
-@pytest.mark.grid
-def test_compile_fullgraph_with_dynamic_shapes(option, backend):
-    def call(x, target, weight):
-        return functional.cross_entropy(x, target, weight, **case.options)
-
-    case = make(4, 16, **OPTIONS[option])
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for rows, cols in ((4, 16), (7, 33), (2, 50)):
-        case = make(rows, cols, **OPTIONS[option])
-        found = results(lambda x, w: compiled(x, case.target, w), case)
-        expected = results(case.ours, case)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_one_graph_for_all_sizes():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = functional.cross_entropy
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-    counts = []
-    for rows, cols in ((4, 16), (7, 34), (3, 50)):
-        case = make(rows, cols)
-        compiled(case.input, case.target, label_smoothing=0.1)
-        counts.append(counter.frame_count)
-    assert counts[0] == counts[2]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -129,17 +47,6 @@ def test_in_place_has_no_effect_under_compile(backend):
     assert torch.equal(gradient, results(case.ours, case)["dinput"])
 
 
-def test_the_second_derivative_of_a_compiled_call_is_refused_by_torch():
-    case = make(3, 8)
-    compiled = torch.compile(functional.cross_entropy, fullgraph=True, backend="aot_eager")
-    leaf = leaves(case)
-    loss = compiled(leaf, case.target)
-    # At the first derivative or at the second, by what was compiled before.
-    with pytest.raises(RuntimeError, match="create_graph=False|double backward"):
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        torch.autograd.grad(gradient.sum(), leaf)
-
-
 class Model(torch.nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -148,21 +55,6 @@ class Model(torch.nn.Module):
 
     def forward(self, x, target):
         return self.loss(self.layer(x), target)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    module = Model(label_smoothing=0.1, z_loss=0.01, inplace_backward=True)
-    x, target = torch.randn(4, 8), torch.tensor([3, 11, -100, 0])
-    rows = torch.export.Dim("rows", min=2, max=64)
-    shapes = ({0: rows}, {0: rows})
-    program = torch.export.export(module, (x, target), dynamic_shapes=shapes, strict=strict)
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    found = [
-        torch.autograd.grad(m(x[:3], target[:3]), list(m.parameters())) for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -186,20 +78,6 @@ def test_vmap(option):
     )
     outside = torch.func.grad(lambda x: torch.func.vmap(loss)(x, targets).sum())
     torch.testing.assert_close(outside(x), expected)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
-@pytest.mark.parametrize("cast", [BF16, F16], ids=str)
-def test_dtypes_under_autocast_are_torchs(dtype, cast):
-    case = make(4, 8, dtype, label_smoothing=0.1)
-    leaf = leaves(case)
-    with torch.autocast("cpu", dtype=cast):
-        found = case.ours(leaf, None)
-        expected = case.torchs(leaf, None)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected)
-    found.backward()
-    assert leaf.grad.dtype is dtype
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional
@@ -16,17 +15,8 @@ from tests.modulated_norm.cases import (
     BF16,
     F16,
     F32,
-    F64,
-    dtypes,
-    kinds,
     make,
-    pers,
-    raw_forward,
-    results,
 )
-from tests.support.results import assert_same_bits
-
-forms = pytest.mark.parametrize("form", ["plain", "add", "gated"])
 
 
 def call_of(case):
@@ -35,57 +25,6 @@ def call_of(case):
     return lambda *tensors: case.ours(**dict(zip(names, tensors, strict=True))), [
         case.tensors[name].requires_grad_() for name in names
     ]
-
-
-@kinds
-@pers
-@pytest.mark.grid
-def test_gradcheck(per, rms, form):
-    function, leaves = call_of(make(rms, 2, 3, 5, F64, per, form))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("form, shift", [("plain", False), ("add", True)])
-def test_gradcheck_of_other_forms(form, shift):
-    function, leaves = call_of(make(True, 2, 3, 5, F64, form=form, shift=shift))
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("rms", [False, True])
-def test_third_derivatives(rms):
-    case = make(rms, 2, 2, 4, F64, form="gated")
-    found = []
-    for function in (case.ours, case.definition):
-        leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
-        value = sum(output.pow(3).sum() for output in function(**dict(leaves)))
-        for _ in range(3):
-            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
-            value = sum(g.square().sum() for g in gradients)
-        found.append([value, *gradients])
-    torch.testing.assert_close(*found)
-
-
-@dtypes
-@forms
-def test_first_derivatives_are_the_same_with_create_graph(form, dtype):
-    case = make(False, 2, 3, 40, dtype, form=form)
-    expected = results(case.ours, case)
-    function, leaves = call_of(case)
-    outputs = function(*leaves)
-    gradients = torch.autograd.grad(outputs, leaves, case.gradients, create_graph=True)
-    for name, gradient in zip(case.tensors, gradients, strict=True):
-        assert torch.equal(gradient, expected[f"d{name}"]) and gradient.requires_grad
-
-
-@pytest.mark.parametrize("name", ["input", "scale", "shift", "residual", "gate"])
-def test_what_requires_a_gradient(name):
-    """As torch's composition: the sum depends on neither scale nor shift."""
-    case = make(False, 2, 3, 8, form="gated")
-    case.tensors[name].requires_grad_()
-    found, expected = (f(**case.tensors) for f in (case.ours, case.torchs))
-    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
 
 
 def test_what_is_kept():
@@ -98,91 +37,6 @@ def test_what_is_kept():
     assert sizes == sorted([h.numel(), h.numel(), 80, 80, 80, 60, 60])
 
 
-@pytest.mark.parametrize("per, form", [("row", "plain"), ("ones", "gated")])
-def test_opcheck(per, form):
-    case = make(False, 2, 5, 8, F32, per, form)
-    t = dict.fromkeys(("shift", "residual", "gate")) | case.tensors
-    tensors = [t[name] for name in ("input", "scale", "shift", "residual", "gate")]
-    forward = (*tensors, [8], 0, 1e-5, None, True)
-    torch.library.opcheck(torch.ops.onepass.modulated_norm_forward.default, forward)
-    _, h, mean, rstd = raw_forward(**case.tensors)
-    gated, doutput = form == "gated", case.gradients[0]
-    x = t["input"] if form == "plain" else h
-    rows = (doutput, case.gradients[1] if gated else None, x, t["scale"], t["shift"])
-    rows += (t["input"] if gated else None, t["gate"], mean, rstd)
-    for mask in (1, 31 if gated else 13):
-        backward = (*rows, [8], 0, None, None, mask)
-        torch.library.opcheck(torch.ops.onepass.modulated_norm_backward.default, backward)
-
-
-@pytest.mark.parametrize(
-    "backend, form", [("aot_eager", "plain"), ("aot_eager", "add"), ("inductor", "gated")]
-)
-def test_compile_fullgraph_with_dynamic_shapes(backend, form):
-    case = make(False, 2, 4, 16, form=form)
-    compiled = torch.compile(case.ours, fullgraph=True, dynamic=True, backend=backend)
-    for sizes in ((2, 4, 16), (3, 7, 33)):
-        case.tensors = (other := make(False, *sizes, form=form)).tensors
-        case.gradients = other.gradients
-        assert_same_bits(results(compiled, case), results(case.ours, case))
-
-
-def test_one_graph_for_all_sizes():
-    counter, first = torch._dynamo.testing.CompileCounterWithBackend("aot_eager"), 0
-    module = onepass.nn.ModulatedLayerNorm(16)
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
-    for batch, tokens in ((2, 4), (3, 7), (5, 2)):
-        compiled(torch.randn(batch, tokens, 16), torch.randn(batch, 16), torch.randn(batch, 16))
-        first = first or counter.frame_count  # Dynamo compiles again when eps becomes a constant
-    assert counter.frame_count == first > 0
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, tmp_path):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.modulation, self.branch = torch.nn.Linear(8, 48), torch.nn.Linear(8, 8)
-            self.first = onepass.nn.ModulatedLayerNorm(8, eps=1e-6)
-            self.second = onepass.nn.ModulatedRMSNorm(8)
-
-        def forward(self, x, embedding):
-            parts = self.modulation(embedding).chunk(6, -1)
-            branch = self.branch(self.first(x, *parts[:2]))
-            y, h = self.second(branch, *parts[2:4], x, parts[4])
-            return h + self.branch(y)
-
-    module, batch = Block(), torch.export.Dim("batch", min=2, max=64)
-    example = (torch.randn(4, 5, 8), torch.randn(4, 8))
-    program = torch.export.export(
-        module, example, dynamic_shapes=({0: batch}, {0: batch}), strict=strict
-    )
-    torch.export.save(program, tmp_path / "program.pt2")
-    program = torch.export.load(tmp_path / "program.pt2").module()
-    given = torch.randn(3, 5, 8), torch.randn(3, 8)
-    found = [
-        torch.autograd.grad(m(*given).square().sum(), list(m.parameters()))
-        for m in (program, module)
-    ]
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@forms
-def test_vmap(form):
-    case = make(False, 5, 3, 8, form=form)
-    tensors = [t.unflatten(0, (5, 1)) for t in case.tensors.values()]
-    function, _ = call_of(case)
-
-    def loss(*tensors):
-        return sum(output.pow(2).sum() for output in function(*tensors))
-
-    wrt = tuple(range(len(tensors)))
-    found = torch.func.vmap(torch.func.grad(loss, wrt))(*tensors)
-    expected = torch.func.grad(loss, wrt)(*(t.flatten(0, 1) for t in tensors))
-    torch.testing.assert_close([g.flatten(0, 1) for g in found], list(expected))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("scale", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_the_norms(dtype, scale):
@@ -191,17 +45,6 @@ def test_dtypes_under_autocast_are_the_norms(dtype, scale):
         y, h = case.ours(**case.tensors)
         plain = functional.layer_norm(case.tensors["input"], 8)
     assert y.dtype == plain.dtype and h.dtype == dtype
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    module, scale = onepass.nn.ModulatedRMSNorm(8), torch.randn(2, 8)
-    x, found = torch.randn(2, 5, 8), []
-    for call in (module, lambda *t: checkpoint(module, *t, use_reentrant=use_reentrant)):
-        leaf = x.clone().requires_grad_()
-        call(leaf, scale).sum().backward()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 def test_copies_of_the_module():

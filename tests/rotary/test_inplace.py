@@ -287,18 +287,6 @@ def test_a_gradient_of_one_alone(wanted):
     assert torch.equal(found, expected)
 
 
-def test_gradcheck_twice():
-    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=6)
-    leaves, tables = _leaves(case)
-
-    def function(query, key):
-        outputs = functional.rotary_embedding(query * 2, key * 3, **tables, inplace=True)
-        return tuple(x.sin() for x in outputs)
-
-    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
-    assert torch.autograd.gradgradcheck(function, tuple(leaves.values()))
-
-
 def test_nothing_of_the_rows_is_saved():
     leaves, tables = _leaves(Case(positions="tokens"))
     rows, saved = {name: leaf * 2 for name, leaf in leaves.items()}, []
@@ -384,18 +372,6 @@ def test_tables_get_no_gradient(name):
 
 
 # ---- compilers and transforms --------------------------------------------------------------------
-
-
-def test_opcheck():
-    for norms in ((), BOTH):
-        case = Case(positions="batch", norms=norms)
-        t = {"query_weight": None, "key_weight": None, **case.tensors()}
-        arguments = (t["query"], t["key"], t["cos"], t["sin"], t["positions"], 32, True)
-        weights = (t["query_weight"], t["key_weight"], 1e-3 if norms else None, 0.0)
-        torch.library.opcheck(RAW.default, (*arguments, *weights))
-    torch.library.opcheck(
-        RAW.default, (t["query"], None, t["cos"], t["sin"], t["positions"], 32, False)
-    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -7,60 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional, numerics, reference
-from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, F64, Case
+from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, Case
 from tests.support.allocations import allocated
-
-pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-
-
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("key", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.grid
-def test_opcheck(tokens_first, key, transposed):
-    case = Case(positions="batch" if key else "", tokens_first=tokens_first, key_heads=2 * key)
-    t = {"key": None, "positions": None, **case.tensors()}
-    arguments = (t["query"], t["key"], t["cos"], t["sin"], t["positions"], 32, key)
-    orders = (tokens_first, tokens_first and key)
-    options = (transposed, *orders)
-    torch.library.opcheck(torch.ops.onepass.rotary_forward.default, (*arguments, *options))
-
-
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("norms", [("query",), ("key",), BOTH], ids=str)
-@pytest.mark.grid
-def test_opcheck_of_norms(tokens_first, norms):
-    case = Case(positions="batch", tokens_first=tokens_first, norms=norms)
-    t = {"query_weight": None, "key_weight": None, **case.tensors()}
-    tables = (t["cos"], t["sin"], t["positions"], 32, True)
-    weights = (t["query_weight"], t["key_weight"], 1e-6, 1.0)
-    orders = (tokens_first, tokens_first)
-    arguments = (t["query"], t["key"], *tables, False, *orders, *weights)
-    torch.library.opcheck(torch.ops.onepass.rotary_forward.default, arguments)
-    rows = [t[name] if name in norms else None for name in BOTH]
-    for mask in (15, 1, 8, 6):
-        arguments = (t["query"].cos(), t["key"].cos(), *rows, *tables, *orders, *weights, mask)
-        torch.library.opcheck(torch.ops.onepass.rotary_backward.default, arguments)
-
-
-@pairings
-@pytest.mark.parametrize("norms", [("query",), BOTH], ids=str)
-@pytest.mark.parametrize("head_dim", [6, 9])
-@pytest.mark.grid
-def test_gradcheck_twice_of_norms(interleaved, head_dim, norms):
-    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=head_dim, rotary_dim=6,
-                interleaved=interleaved, norms=norms, eps=0.1, weight_offset=0.5)  # fmt: skip
-    tensors = case.tensors()
-    tables = {name: tensors.pop(name)[:, :6] for name in ("cos", "sin")}
-
-    def function(*given):
-        given = dict(zip(tensors, given, strict=True))
-        outputs = functional.rotary_embedding(**given, **tables, **case.options)
-        return tuple(output.sin() for output in outputs)
-
-    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("norms", [("key",), BOTH], ids=str)
@@ -94,60 +42,6 @@ def test_second_derivatives_of_norms(dtype, norms):
     exact = gradients(formula, lambda t: t.double())
     for name, *each in zip(names, ours, exact, base, strict=True):
         numerics.assert_close(*each, name)
-
-
-@pairings
-@pytest.mark.parametrize("half_width", [False, True])
-def test_gradcheck_twice(interleaved, half_width):
-    case = Case(F64, batch=1, heads=2, key_heads=1, tokens=2, head_dim=8, rotary_dim=6,
-                half_width=half_width, interleaved=interleaved)  # fmt: skip
-    tensors = case.tensors()
-    tables = {name: tensors.pop(name) for name in ("cos", "sin")}
-
-    def function(query, key):
-        outputs = functional.rotary_embedding(query, key, **tables, **case.options)
-        return tuple(output.sin() for output in outputs)
-
-    leaves = tuple(tensor.requires_grad_() for tensor in tensors.values())
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize(
-    "trained, norms",
-    [(name, norms) for name in BOTH for norms in ((), ("key",), BOTH)]
-    + [("key_weight", ("key",)), ("query_weight", BOTH)],
-    ids=str,
-)
-def test_a_gradient_for_one_alone(trained, norms):
-    case = Case(norms=norms)
-    tensors = case.tensors()
-    tensors[trained].requires_grad_()
-
-    def gradient(function):
-        output = function(**tensors, **case.options)[trained.startswith("key")]
-        return torch.autograd.grad(output.sin().sum(), tensors[trained])[0]
-
-    formula = reference.rotary.rotary_embedding
-    ours, expected = (gradient(f) for f in (functional.rotary_embedding, formula))
-    torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_result_that_nobody_uses(used, norms):
-    case = Case(norms=norms)
-    tensors = case.tensors()
-    leaves = [tensors[name].requires_grad_() for name in BOTH]
-
-    def gradients(function):
-        loss = function(**tensors, **case.options)[used].sin().sum()
-        return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-    ours = gradients(functional.rotary_embedding)
-    expected = gradients(reference.rotary.rotary_embedding)
-    assert ours[1 - used] is None and expected[1 - used] is None
-    torch.testing.assert_close(ours[used], expected[used])
 
 
 def test_what_is_saved():
@@ -210,68 +104,12 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
     assert [x.dtype for x in ours] == [x.dtype for x in stock] == [dtype] * 2
 
 
-@pytest.mark.parametrize("seq_first", [False, True])
-@pytest.mark.parametrize("norms", [(), ("key",), BOTH], ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.grid
-def test_compile_fullgraph(backend, norms, seq_first):
-    torch._dynamo.reset()  # all of these share one code object
-    norm = {"weight_offset": 1.0} if norms else {}  # eps is torch's own
-
-    def function(query, key, cos, sin, positions, **weights):
-        options = {"positions": positions, "seq_first": seq_first, **weights, **norm}
-        return functional.rotary_embedding(query, key, cos, sin, **options)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
-    for batch, tokens in ((2, 5), (3, 9)):
-        case = Case(batch=batch, tokens=tokens, positions="batch", seq_first=seq_first,
-                    tokens_first=True, norms=norms)  # fmt: skip
-        tensors = case.tensors()
-        names = [*BOTH, *(f"{name}_weight" for name in norms)]
-        leaves = [tensors[name].requires_grad_() for name in names]
-        results = []
-        for call in (compiled, function):
-            outputs = call(**tensors)
-            gradients = torch.autograd.grad([x.sin().sum() for x in outputs], leaves)
-            results.append([*outputs, *gradients])
-            strides = [x.stride() for x in outputs]
-        for ours, eager in zip(*results, strict=True):
-            assert torch.equal(ours, eager)
-        assert strides == [x.stride() for x in results[0][:2]]
-
-
 def test_compile_says_that_tables_get_no_gradient():
     tensors = Case().tensors()
     tensors["cos"].requires_grad_()
     compiled = torch.compile(functional.rotary_embedding, backend="aot_eager")
     with pytest.raises(RuntimeError, match="cos must not require a gradient"):
         compiled(**tensors)
-
-
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_train(strict, norms):
-    class Model(torch.nn.Module):
-        def forward(self, query, key, cos, sin, query_weight=None, key_weight=None):
-            weights = {"query_weight": query_weight, "key_weight": key_weight}
-            options = weights | {"eps": 1e-3} if norms else {}
-            return functional.rotary_embedding(
-                query.sin(), key, cos, sin, interleaved=True, **options
-            )
-
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    shapes = {"query": {2: tokens}, "key": {2: tokens}, "cos": {0: tokens}, "sin": {0: tokens}}
-    given = Case(norms=norms).tensors()
-    shapes |= {name: None for name in given if name not in shapes}
-    program = torch.export.export(Model(), (), given, dynamic_shapes=shapes, strict=strict)
-    tensors = Case(tokens=9, norms=norms).tensors()
-    tensors["query"].requires_grad_()
-    results = []
-    for model in (program.module(), Model()):
-        outputs = model(**tensors)
-        results.append([*outputs, *torch.autograd.grad(outputs[0].sin().sum(), tensors["query"])])
-    for ours, eager in zip(*results, strict=True):
-        assert torch.equal(ours, eager)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -19,7 +19,10 @@ from tests.support import compiled
 QUICK = "not slow"  # the run that has budgets
 USUAL = 30  # seconds, of a file without a budget of its own
 BUDGETS = {  # shares.py begins with the largest
+    "tests/all_families/test_compiled.py": 70,
+    "tests/all_families/test_derivatives.py": 40,
     "tests/all_families/test_lower_levels.py": 40,
+    "tests/all_families/test_opcheck.py": 40,
     "tests/all_families/test_tracing.py": 40,
     "tests/attention/test_contract.py": 20,
     "tests/attention/test_cuda.py": 50,

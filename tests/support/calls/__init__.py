@@ -4,10 +4,13 @@
 returns a flat list of tensors; `stock`, where torch has the function, returns torch's.
 """
 
-from tests.support.calls import attention, classes, layers, loss, rotary
+from tests.support.calls import attention, classes, layers, loss, rotary, variants
 from tests.support.calls.call import Call, flat
 
 PARTS = (layers, loss, attention, rotary, classes)
 CALLS = {call.name: call for part in PARTS for call in part.calls()}
+# What has derivatives, with every option that changes one.
+SAMPLES = {name: call for name, call in CALLS.items() if call.differentiable}
+SAMPLES |= {call.name: call for call in variants.variants()}
 
-__all__ = ["CALLS", "Call", "flat"]
+__all__ = ["CALLS", "SAMPLES", "Call", "flat"]

@@ -26,6 +26,26 @@ class Call:
     constant: tuple[str, ...] = ()  # of these, the arguments that get no gradient
     composed: bool = False  # of torch's operators beside ours: their errors and rounding count
     lists: tuple[str, ...] = ()  # arguments that are lists of tensors, given by their first
+    grows: dict[str, tuple[int, ...]] | None = None  # dimensions of any size; None: of rows, 0
+
+    def typed(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors in another dtype; slopes are float32 always, and constants unless all are
+        float64."""
+        found = self.tensors()
+        for name, tensor in found.items():
+            narrow = name in self.constant and dtype != torch.float64
+            if tensor.is_floating_point() and name != "alibi_slopes" and not narrow:
+                found[name] = tensor.to(dtype)
+        return found
+
+    def wanted(self, tensors: dict[str, Tensor]) -> list[str]:
+        """The names of those that get a gradient."""
+        return [n for n, t in tensors.items() if t.is_floating_point() and n not in self.constant]
+
+    def results(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Those that can have a gradient; what is dropped is the same in each call."""
+        torch.manual_seed(3)
+        return [result for result in self.run(**tensors) if result.is_floating_point()]
 
 
 def flat(results) -> list[Tensor]:

@@ -29,23 +29,15 @@ def calls() -> Iterator[Call]:
 
     optional = ("key", "positions")
 
-    def rows():
-        return {name: own()[name] for name in ("query", "key")}
-
-    def trained(query, key):  # the tables get no gradient
-        return public(**own() | {"query": query, "key": key})
-
-    def trained_normed(**tensors):
-        return public(**own() | tensors)
-
     name, more = "functional.rotary_embedding", {"optional": ("key",), "differentiable": True}
+    more |= {"constant": ("cos", "sin")}  # tables get no gradient
     yield Call(name, own, public, optional=optional)
-    yield Call(f"{name} of one table", rows, trained, **more)
+    yield Call(f"{name} of one table", own, public, **more)
     yield Call(
         f"{name} after norms", lambda: own() | weights(), public, optional=("positions", *weights())
     )
-    yield Call(f"{name} trained after norms", lambda: rows() | weights(), trained_normed,
-               optional=tuple(weights()), differentiable=True)  # fmt: skip
+    more["optional"] = tuple(weights())
+    yield Call(f"{name} trained after norms", lambda: own() | weights(), public, **more)
 
     def raw(op):
         def run(query, key, cos, sin, positions):
