@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc cmake build_backend -type f -not -name '*.pyc') \
 	CMakeLists.txt pyproject.toml
 CXX_FILES := find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 
-.PHONY: build compare generate test test-all test-device test-slow test-cpus test-integrations lint format docs figures bench gpu-report wheels clean
+.PHONY: build compare generate test test-all test-device test-slow test-cpus test-integrations sizes lint format docs figures bench gpu-report wheels clean
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +95,10 @@ test-integrations: $(INTEGRATIONS)/packages.stamp build
 		$(patsubst %,'tests/docs/test_pages.py::test_the_code_of_a_page_runs[%]',$(WITH_PACKAGES)) \
 		tests/docs/test_pages.py::test_the_example_of_an_integration_runs \
 		$(ARGS)
+
+# Lines of each part, beside the goals that have been set.
+sizes:
+	@$(PYTHON) -m tests.support.sizes
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

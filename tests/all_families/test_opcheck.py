@@ -125,6 +125,4 @@ def test_calls_without_data(name, layout, dtype):
     with FakeTensorMode() as mode:
         fake = facts(mode.from_tensor)
     assert fake == facts(lambda t: t)
-    if not ("cross_entropy" in name and dtype is torch.bfloat16):
-        # Of 16-bit logits on meta: torch knows no autocast of that device.
-        assert facts(lambda t: t.to("meta")) == fake
+    assert facts(lambda t: t.to("meta")) == fake

@@ -49,7 +49,12 @@ def cross_entropy(
     if torch.compiler.is_compiling():
         label_smoothing, softcap = constant(label_smoothing), constant(softcap)
         z_loss = constant(z_loss)
-    if input.dtype.itemsize == 2 and torch.is_autocast_enabled(input.device.type):
+    # torch knows no autocast of meta, and raises.
+    if (
+        input.dtype.itemsize == 2
+        and not input.is_meta
+        and torch.is_autocast_enabled(input.device.type)
+    ):
         out_dtype = torch.float32
     options = (ignore_index, label_smoothing, softcap, reduction, z_loss, out_dtype)
     if inplace and _is_eager() and is_differentiated(input, weight):
