@@ -242,7 +242,7 @@ def test_families_on_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(_library, "no_cuda", lambda: "")
     result = {"failed": {}}
     monkeypatch.setattr(
-        "onepass.bench._run", lambda of, args, goals: (seen.extend(of) or result, [], None, False)
+        "onepass.bench._run", lambda of, *rest: (seen.extend(of) or result, [], None, False)
     )
     for name in ("print_doubts", "print_footer"):
         monkeypatch.setattr(f"onepass.bench.report.{name}", lambda *_: None)

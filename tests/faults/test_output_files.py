@@ -88,7 +88,7 @@ def commands(monkeypatch, begin):
         begin()
         return SimpleNamespace(to_dict=lambda: {"text": text})
 
-    def measured(cases, args, goals):
+    def measured(cases, args, goals, file):
         begin()
         return {"failed": {}, "text": text}, [], {}, False
 
