@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from onepass import bench
 from onepass.bench.sensors import Load, Sensors
 from tests.bench.test_harness import run
 
@@ -58,11 +59,20 @@ def test_without_a_device_nothing_is_asked(smi, monkeypatch):
     assert load_of(Sensors(), 0) == Load() and not asked.exists()
 
 
-def test_figures_are_streamed(capsys, tmp_path):
-    """One line for each row, in front of the tables; on the CPU without clock and power."""
+def test_figures_are_streamed(capsys, tmp_path, monkeypatch):
+    """One line for each row, in front of the tables; on the CPU without clock and power. The file
+    is there as soon as the line is."""
     case = "norm/rms_norm/float32/*/forward"
     words = ("norm", "--quick", "--no-compile", "--case", case, "--json", str(tmp_path / "f"))
+    write, counts = bench._write_json, []
+
+    def counted(file, result) -> bool:
+        counts.append(len(result["rows"]))
+        return write(file, result)
+
+    monkeypatch.setattr(bench, "_write_json", counted)
     assert run(*words, "--stream") == 0
+    assert counts == [1, 1]  # after the case, and at the end
     (row,) = json.loads((tmp_path / "f").read_text())["rows"]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("figure ")]
     median = row["times"]["ours"]["median_us"]
