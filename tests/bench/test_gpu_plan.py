@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -180,7 +181,7 @@ FAILED = resumed.Result("a::two[x]", "failed", 1.0, "assert 1 == 2")
             ("failed", "1 passed, 1 failed, 0 skipped; first two[x]: assert 1 == 2"),
         ),
         ([SKIPPED], 0, ("failed", "0 passed, 0 failed, 1 skipped")),
-        ([PASSED], 3, ("failed", "1 passed, 0 failed, 0 skipped")),
+        ([PASSED], 3, ("failed", "1 passed, 0 failed, 0 skipped; exit code 3")),
         ([], -11, ("failed", "exit code -11, and no results")),
     ],
 )
@@ -193,8 +194,15 @@ def test_verdict_on_cases(tmp_path, cases, code, outcome):
 def test_verdict_on_cases_that_did_not_end(tmp_path):
     file = tmp_path / "cases"
     file.write_text(json.dumps(PASSED._asdict()) + '\n{"case": "a::hangs"}\n')
-    judged = gpu_plan.judge_cases(None, "", file)
-    assert judged.detail == "1 passed, 0 failed, 0 skipped; stopped in hangs"
+    judge = functools.partial(gpu_plan.judge_cases, results=file)
+    found = "1 passed, 0 failed, 0 skipped; stopped in hangs"
+    assert judge(None, "") == gpu_step.Outcome("ok", found)
+    step = gpu_step.Step("tests", 15, 200, lambda seconds: [], judge)
+    cut, whole = (gpu_step._unfinished(step, seconds, "") for seconds in (90.0, 200.0))
+    assert cut == gpu_step.Outcome("left out", f"did not end within 90 s; {found}")
+    assert whole.result == "failed"
+    file.write_text(json.dumps(FAILED._asdict()) + "\n")
+    assert gpu_step._unfinished(step, 90.0, "").result == "failed"
 
 
 @pytest.mark.parametrize(
