@@ -19,7 +19,7 @@ PARTS = 8
 
 
 def pack(folder: Path, out: Path, part: int = PART, parts: int = PARTS) -> list[Path]:
-    """Packs the files in and below `folder` into `out`, in place of an earlier archive.
+    """Packs a folder, by its own name, into `out`, in place of an earlier archive.
 
     Returns the archive's files. Raises OSError if they cannot be written; an earlier archive then
     stays as it is.
@@ -45,10 +45,10 @@ def _packed(folder: Path, files: Sequence[Path], left_out: Sequence[Path]) -> by
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for file in files:
-            archive.add(file, file.relative_to(folder))
+            archive.add(file, file.relative_to(folder.parent))
         if left_out:
-            text = "".join(f"{file.relative_to(folder)}\n" for file in left_out).encode()
-            about = tarfile.TarInfo("left-out.txt")
+            text = "".join(f"{file.relative_to(folder.parent)}\n" for file in left_out).encode()
+            about = tarfile.TarInfo(f"{folder.name}/left-out.txt")
             about.size = len(text)
             archive.addfile(about, io.BytesIO(text))
     return buffer.getvalue()

@@ -33,14 +33,16 @@ def unpacked(files: list[Path]) -> dict[str, bytes]:
 def test_one_file_holds_all_results(results, tmp_path):
     files = gpu_archive.pack(results, tmp_path)
     assert files == [tmp_path / "gpu-report.tar.gz"]
-    assert unpacked(files) == {file.name: file.read_bytes() for file in results.iterdir()}
+    assert unpacked(files) == {
+        f"nvidia-h100/{file.name}": file.read_bytes() for file in results.iterdir()
+    }
 
 
 def test_parts_of_a_large_one_and_what_takes_their_place(results, tmp_path):
     files = gpu_archive.pack(results, tmp_path, part=2000)
     assert [file.name for file in files] == [f"gpu-report.tar.gz.{i}" for i in range(len(files))]
     assert 5 <= len(files) <= 8 and all(file.stat().st_size <= 2000 for file in files)
-    assert unpacked(files)["report.log"] == (results / "report.log").read_bytes()
+    assert unpacked(files)["nvidia-h100/report.log"] == (results / "report.log").read_bytes()
     assert gpu_archive.pack(results, tmp_path) == [tmp_path / "gpu-report.tar.gz"]
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["gpu-report.tar.gz"]
 
@@ -48,8 +50,9 @@ def test_parts_of_a_large_one_and_what_takes_their_place(results, tmp_path):
 def test_the_largest_are_left_out_if_parts_do_not_suffice(results, tmp_path):
     files = gpu_archive.pack(results, tmp_path, part=500, parts=6)
     assert len(files) <= 6
-    assert unpacked(files).keys() == {"report.json", "table.md", "left-out.txt"}
-    assert unpacked(files)["left-out.txt"] == b"report.log\n"
+    names = ("report.json", "table.md", "left-out.txt")
+    assert unpacked(files).keys() == {f"nvidia-h100/{name}" for name in names}
+    assert unpacked(files)["nvidia-h100/left-out.txt"] == b"nvidia-h100/report.log\n"
 
 
 def test_an_earlier_archive_survives_a_full_disk(results, tmp_path, monkeypatch):

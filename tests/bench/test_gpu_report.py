@@ -122,7 +122,8 @@ def test_the_archive_alone_in_a_folder(tmp_path, with_steps):
     assert [file.name for file in carried.iterdir()] == ["gpu-report.tar.gz"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == [H100]
     with tarfile.open(carried / "gpu-report.tar.gz") as archive:
-        assert {"report.json", "table.md", "logs/build.log"} == set(archive.getnames())
+        names = {"report.json", "table.md", "logs/build.log"}
+        assert {f"{H100}/{name}" for name in names} == set(archive.getnames())
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
@@ -153,7 +154,7 @@ def test_the_report_is_written_after_each_step(tmp_path):
         counts.append(len(json.loads((folder / "report.json").read_text())["steps"]))
         assert f"| {records[-1]['name']} | ok |" in (folder / "table.md").read_text()
         with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
-            packed = json.loads(archive.extractfile("report.json").read())
+            packed = json.loads(archive.extractfile("device/report.json").read())
         assert len(packed["steps"]) == counts[-1]
 
     gpu_step.Runner(tmp_path / "log", say=lambda line: None, keep=keep).execute(steps, 60.0)
@@ -169,7 +170,8 @@ def test_figures_in_an_unknown_form_cost_the_table_alone(tmp_path, capsys):
     assert not written and "There is no table: KeyError('ceilings')" in table
     assert "there is no table: KeyError('ceilings')" in capsys.readouterr().err
     with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
-        assert {"bench-norm.json", "report.json", "table.md"} == set(archive.getnames())
+        names = {"bench-norm.json", "report.json", "table.md"}
+        assert {f"device/{name}" for name in names} == set(archive.getnames())
 
 
 # ---- a rehearsal ---------------------------------------------------------------------------------
@@ -208,8 +210,9 @@ def test_a_report_that_is_killed_has_lost_nothing(tmp_path, after):
     report.communicate()
     assert len(said) == after
     with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
-        found = json.loads(archive.extractfile("report.json").read())
+        found = json.loads(archive.extractfile("rehearsal-on-the-cpu/report.json").read())
         names = set(archive.getnames())
     kept = [step["name"] for step in found["steps"]]
     assert said == kept[:after]
-    assert {f"logs/{gpu_report.slug(name)}.log" for name in kept} <= names
+    logs = "rehearsal-on-the-cpu/logs"
+    assert {f"{logs}/{gpu_report.slug(name)}.log" for name in kept} <= names
