@@ -151,7 +151,7 @@ def slow_tests(where: Where) -> Step:
 
 def sanitizer(where: Where, tool: str, file: str) -> Step:
     program = where.tools["compute-sanitizer"]
-    words = [program, "--tool", tool, "--error-exitcode", "9"]
+    words = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=onepass"]
     if tool == "memcheck":
         words += ["--report-api-errors", "no"]  # torch probes the device with calls that may fail
     words += [where.python, "-m", *pytest(where), file, "-k", SMALL]
@@ -216,11 +216,14 @@ def compare(where: Where, dtype: str) -> Step:
 
 
 def judge_doctor(code: int | None, log: str) -> Outcome:
+    if code is None:
+        return Outcome("failed", "exit code None")
     return Outcome("ok" if code == 0 else "failed", (log.strip().splitlines() or [""])[-1])
 
 
 def judge_cases(code: int | None, log: str, results: Path) -> Outcome:
-    """From the results of the cases; a step whose cases were all skipped failed."""
+    """From the results of the cases; a step whose cases were all skipped failed. One that did not
+    end is judged by what it found until then."""
     found, running = resumed.results(results)
     if not found:
         return Outcome("failed", f"exit code {code}, and no results")
@@ -229,8 +232,11 @@ def judge_cases(code: int | None, log: str, results: Path) -> Outcome:
     detail = f"{passed} passed, {bad} failed, {count('skipped')} skipped"
     if first := next((case for case in found.values() if case.outcome == "failed"), None):
         detail += f"; first {first.case.rpartition('::')[2]}: {first.why}"
-    if running and code is None:
-        detail += f"; stopped in {running.rpartition('::')[2]}"
+    if code is None:
+        detail += f"; stopped in {running.rpartition('::')[2]}" if running else ""
+        return Outcome("failed" if bad else "ok", detail)
+    if code and not bad:
+        detail += f"; exit code {code}"
     return Outcome("ok" if code == 0 and passed and not bad else "failed", detail)
 
 
@@ -244,7 +250,8 @@ def judge_bench(code: int | None, log: str, file: Path) -> Outcome:
     detail = f"{len(bench['rows'])} cases"
     detail += "".join(f", {count} {word}" for word, count in counts.items() if count)
     first = next(iter([*bench["failed"], *wrong]), "")
-    return Outcome("ok" if code == 0 else "failed", detail + (f"; first {first}" if first else ""))
+    right = code == 0 or (code is None and not first)
+    return Outcome("ok" if right else "failed", detail + (f"; first {first}" if first else ""))
 
 
 def judge_kernels(code: int | None, log: str, file: Path) -> Outcome:
