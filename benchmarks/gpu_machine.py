@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NSIGHT = Path("/opt", "nvidia", "nsight-compute")  # a folder for each version, in which is ncu
-PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest")
+PACKAGES = ("pip", "scikit-build-core", "pybind11", "numpy", "rich", "pytest", "hypothesis")
 
 PROBE = """
 import json
