@@ -107,7 +107,7 @@ def compare(found, expected) -> None:
         one, wide = (values.nan_to_num(0.0, 0.0, 0.0) for values in (one, wide))
         off, size = ((values.square().mean().sqrt()).item() for values in (one - wide, wide))
         assert off <= FAR[other.dtype] * size + NOTHING, (
-            f"result {number} is off by {off / size:.1e}"
+            f"result {number} is off by {off / max(size, NOTHING):.1e}"
         )
 
 
