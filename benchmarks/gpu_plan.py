@@ -30,7 +30,8 @@ KERNELS = {"ceilings": 40, "split": 90, "profile": 150, "sweep": 200}
 NO_COUNTERS = 3  # its exit code if it may not read the device's counters
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 EVERYWHERE = re.compile(
-    r"^@everywhere$|^pytestmark = .*\beverywhere\b|def test_\w+\(executor\b", re.MULTILINE
+    r"^@everywhere$|^pytestmark = .*\beverywhere\b|def test_\w+\(executor\b|params=CUDA\b",
+    re.MULTILINE,
 )
 SMALL = "small_for_sanitizers"
 
