@@ -32,7 +32,9 @@ def of_transformers(name: str, **sizes) -> Callable:
     """By its class; `sizes` are of its config."""
 
     def make():
-        transformers = pytest.importorskip("transformers")
+        transformers = pytest.importorskip(
+            "transformers", reason="these models are its own, with attention by hand"
+        )
         cls = getattr(transformers, name)
         is_of_images = "image_size" in sizes
         words = {} if is_of_images else dict(vocab_size=64, bos_token_id=1, eos_token_id=1)
@@ -47,7 +49,11 @@ def of_transformers(name: str, **sizes) -> Callable:
 
 def of_timm(module: str, name: str, **options) -> Callable:
     def make():
-        timm = pytest.importorskip("timm", exc_type=ImportError)
+        timm = pytest.importorskip(
+            "timm",
+            reason="not in .venv: it brings torchvision; make test-integrations installs it",
+            exc_type=ImportError,
+        )
         before = timm.layers.config._USE_FUSED_ATTN
         timm.layers.set_fused_attn(False)
         try:
@@ -61,7 +67,9 @@ def of_timm(module: str, name: str, **options) -> Callable:
 
 def of_x_transformers(**options) -> Callable:
     def make():
-        package = pytest.importorskip("x_transformers")
+        package = pytest.importorskip(
+            "x_transformers", reason="not in .venv; make test-integrations installs it"
+        )
         layers = package.Decoder(dim=32, depth=1, heads=2, attn_dim_head=16, **options)
         return package.TransformerWrapper(num_tokens=64, max_seq_len=64, attn_layers=layers), TEXT
 
