@@ -47,32 +47,41 @@ def carried(capability: int, folder: Path | None = None) -> str:
     return "" if of.strip() == digest() else "what was carried is of other sources"
 
 
-def build_command(facts: Mapping, python: str, site: Path | None = None) -> list[str]:
+def build_command(facts: Mapping, python: str) -> list[str]:
     """Installs into SITE; the build folder is one per Python, torch and architecture.
 
     Without carried libraries they are compiled, of the CPU's levels only the least: the others
     would take about half of the time.
     """
     tag = f"py{sys.version_info.major}{sys.version_info.minor}-torch-{slug(facts['torch'])}"
-    if site is None and not carried(facts["capability"]):
-        settings = {"build-dir": WORK / f"{tag}-carried", "cmake.define.ONEPASS_PREBUILT": CARRIED}
-    else:
-        settings = {
-            "build-dir": WORK / f"{tag}-sm{facts['capability']}",
-            "cmake.define.ONEPASS_CPU_LEVELS": "baseline" if site is None else "",
-            "cmake.define.ONEPASS_CUDA": "ON",
-            "cmake.define.ONEPASS_CUDA_ARCHS": f"{facts['capability']}-real",
-        }
+    capability = facts["capability"]
+    if carried(capability):
+        settings = _compiled(capability, levels="baseline")
+        return _install(python, SITE, WORK / f"{tag}-sm{capability}", settings)
+    return _install(python, SITE, WORK / f"{tag}-carried", {"ONEPASS_PREBUILT": CARRIED})
+
+
+def _compiled(capability: int, levels: str) -> dict[str, str]:
+    """CMake's variables of libraries for one architecture; `levels`: empty for all of the CPU."""
+    return {
+        "ONEPASS_CPU_LEVELS": levels,
+        "ONEPASS_CUDA": "ON",
+        "ONEPASS_CUDA_ARCHS": f"{capability}-real",
+    }
+
+
+def _install(python: str, site: Path, build: Path, variables: Mapping[str, object]) -> list[str]:
     words = [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
-    words += ["--disable-pip-version-check", "--target", str(site or SITE), "--upgrade"]
-    words += [f"--config-settings={name}={value}" for name, value in settings.items()]
+    words += ["--disable-pip-version-check", "--target", str(site), "--upgrade"]
+    words.append(f"--config-settings=build-dir={build}")
+    words += [f"--config-settings=cmake.define.{name}={of}" for name, of in variables.items()]
     return [*words, str(ROOT)]
 
 
 def judge_build(code: int | None, python: str, environment: Mapping[str, str]) -> Outcome:
     """Fails if another onepass in this Python, an editable one, comes before the one just built."""
     if code != 0:
-        return by_exit_code(code, "")
+        return by_exit_code(code)
     find = "import importlib.util as u; print(u.find_spec('onepass').origin)"
     result = subprocess.run([python, "-c", find], capture_output=True, text=True, env=environment)
     found = Path(result.stdout.strip() or ".")
@@ -87,22 +96,21 @@ def ceilings_command(nvcc: str, arch: int | str, program: Path) -> list[str]:
     return [*words, "-o", str(program)]
 
 
-def prepare(facts: Mapping, nvcc: str, python: str = sys.executable) -> int:
+def prepare(capability: int, nvcc: str, python: str = sys.executable) -> int:
     """Builds what is carried, on a machine without a device; returns an exit code."""
-    site = WORK / "prepared"
-    words = build_command(facts, python, site)
+    site, build = WORK / "prepared", WORK / f"prepare-sm{capability}"
+    words = _install(python, site, build, _compiled(capability, levels=""))
     environment = os.environ | {"CUDACXX": nvcc}
     CARRIED.mkdir(parents=True, exist_ok=True)
     (CARRIED / SOURCES).unlink(missing_ok=True)
-    program = ceilings_command(nvcc, facts["capability"], CARRIED / CEILINGS)
+    program = ceilings_command(nvcc, capability, CARRIED / CEILINGS)
     for command in (words, program):
         if code := subprocess.run(command, env=environment).returncode:
             return code
-    build = next(Path(w.partition("=")[2].partition("=")[2]) for w in words if "build-dir" in w)
     shutil.copy(build / FACTS, CARRIED)
     for name in LIBRARIES:
         shutil.copy(site / "onepass" / "_lib" / name, CARRIED)
-    (CARRIED / SOURCES).write_text(f"{facts['capability']} {digest()}\n")
+    (CARRIED / SOURCES).write_text(f"{capability} {digest()}\n")
     size = sum(file.stat().st_size for file in CARRIED.iterdir())
-    print(f"{CARRIED.relative_to(ROOT)}: {size / 2**20:.0f} MiB for sm_{facts['capability']}")
+    print(f"{CARRIED.relative_to(ROOT)}: {size / 2**20:.0f} MiB for sm_{capability}")
     return 0

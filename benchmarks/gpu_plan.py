@@ -11,18 +11,19 @@ from pathlib import Path
 
 import gpu_build
 from gpu_machine import ROOT, slug
-from gpu_step import Outcome, Step, read_json
+from gpu_step import Outcome, Step, by_exit_code, read_json
 
 sys.path.insert(0, str(ROOT))
+from tests.device.families import FAMILIES
 from tests.support import resumed
 
 AT_ONCE = 12  # of the steps that measure nothing
 CASE = 60  # seconds of one test or call, after which its process ends
 # The families that a step measures, and the seconds that it may take: enough for the first part of
 # attention's standard shapes; `onepass bench attention --device cuda` by itself measures all.
-BENCHMARKS = {"attention": (("attention",), 70), "norm": (("norm",), 35)}
-BENCHMARKS |= {"optimizer": (("optimizer",), 25), "loss": (("loss",), 25)}
-BENCHMARKS |= {"decode": (("decode",), 35)}
+BENCHMARKS = {"attention": (("attention",), 60), "norm": (("norm",), 25)}
+BENCHMARKS |= {"optimizer": (("optimizer",), 20), "loss": (("loss",), 20)}
+BENCHMARKS |= {"decode": (("decode",), 25)}
 OTHER_BENCHMARKS = {"gate": (("dropout", "gate", "group_norm"), 90), "rotary": (("rotary",), 60)}
 OTHER_BENCHMARKS |= {"all of attention": (("attention",), 150)}
 # Of gpu_kernels.py and gpu_sweep.py, and the seconds that each may take.
@@ -34,6 +35,7 @@ EVERYWHERE = re.compile(
     re.MULTILINE,
 )
 SMALL = "small_for_sanitizers"
+PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def plan(where: Where) -> dict[str, Call]:
     memcheck, racecheck, synccheck = ([sanitizer(where, t, f) for f in small()] for t in SANITIZERS)
     onepass = [where.python, "-m", "onepass"]
     doctor = Step("doctor", 20, 90, lambda seconds: [*onepass, "doctor"], judge_doctor)
-    check = [*(smoke(where, family) for family in smoke_families()), doctor]
+    check = [*(smoke(where, family) for family in FAMILIES), doctor]
     check += [tests(where, file) for file in device_files()]
     measure = [kernels(where, "ceilings"), *(bench(where, *of) for of in BENCHMARKS.items())]
     more = [
@@ -117,15 +119,6 @@ def small() -> list[str]:
     return [file for file in device_files() if f"def test_{SMALL}(" in (ROOT / file).read_text()]
 
 
-def smoke_families() -> tuple[str, ...]:
-    text = (ROOT / "tests" / "device" / "smoke.py").read_text()
-    return tuple(re.findall(r'"(\w+)"', " ".join(re.findall(r"^FAMILIES.*", text, re.MULTILINE))))
-
-
-def pytest(where: Where) -> list[str]:
-    return ["pytest", "-q", "-p", "no:cacheprovider"]
-
-
 def resumed_step(where: Where, name: str, limit: float, words: Sequence[str]) -> Step:
     """A step whose cases go on after one that ends the process."""
     results = where.logs / f"{slug(name)}.jsonl"
@@ -141,12 +134,12 @@ def smoke(where: Where, family: str) -> Step:
 
 def tests(where: Where, file: str) -> Step:
     name = file.removeprefix("tests/").removesuffix(".py").replace("/test_", " ")
-    words = [*pytest(where), "-m", "device and not slow", file]
+    words = [*PYTEST, "-m", "device and not slow", file]
     return resumed_step(where, f"tests {name}", 200, words)
 
 
 def slow_tests(where: Where) -> Step:
-    words = [*pytest(where), "-m", "device and slow", *device_files()]
+    words = [*PYTEST, "-m", "device and slow", *device_files()]
     return resumed_step(where, "slow tests", 200, words)
 
 
@@ -155,7 +148,7 @@ def sanitizer(where: Where, tool: str, file: str) -> Step:
     words = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=onepass"]
     if tool == "memcheck":
         words += ["--report-api-errors", "no"]  # torch probes the device with calls that may fail
-    words += [where.python, "-m", *pytest(where), file, "-k", SMALL]
+    words += [where.python, "-m", *PYTEST, file, "-k", SMALL]
     return Step(
         f"{tool} {Path(file).stem.removeprefix('test_')}",
         30,
@@ -217,16 +210,14 @@ def compare(where: Where, dtype: str) -> Step:
 
 
 def judge_doctor(code: int | None, log: str) -> Outcome:
-    if code is None:
-        return Outcome("failed", "exit code None")
-    return Outcome("ok" if code == 0 else "failed", (log.strip().splitlines() or [""])[-1])
+    found = by_exit_code(code)
+    return found if code is None else Outcome(found.result, (log.splitlines() or [""])[-1].strip())
 
 
 def judge_cases(code: int | None, log: str, results: Path) -> Outcome:
-    """From the results of the cases; a step whose cases were all skipped failed. One that did not
-    end is judged by what it found until then."""
+    """From the results of the cases; a step whose cases were all skipped failed."""
     found, running = resumed.results(results)
-    if not found:
+    if not found and code is not None:
         return Outcome("failed", f"exit code {code}, and no results")
     count = lambda outcome: sum(case.outcome == outcome for case in found.values())  # noqa: E731
     passed, bad = count("passed"), count("failed")
@@ -244,29 +235,37 @@ def judge_cases(code: int | None, log: str, results: Path) -> Outcome:
 def judge_bench(code: int | None, log: str, file: Path) -> Outcome:
     bench = read_json(file)
     if bench is None:
-        return Outcome("failed", f"exit code {code}, and no figures")
+        return (
+            by_exit_code(code)
+            if code is None
+            else Outcome("failed", f"exit code {code}, and no figures")
+        )
     wrong = [row["name"] for row in bench["rows"] if not row["right"]]
     counts = {"failed": len(bench["failed"]), "wrong": len(wrong)}
     counts |= {"left out": len(bench["left_out"])}
     detail = f"{len(bench['rows'])} cases"
     detail += "".join(f", {count} {word}" for word, count in counts.items() if count)
     first = next(iter([*bench["failed"], *wrong]), "")
-    right = code == 0 or (code is None and not first)
+    right = not code and not (code is None and first)
     return Outcome("ok" if right else "failed", detail + (f"; first {first}" if first else ""))
 
 
 def judge_kernels(code: int | None, log: str, file: Path) -> Outcome:
     if code == NO_COUNTERS:
         return Outcome("skipped", "only administrators may read this device's counters")
+    if code is None:
+        return by_exit_code(code)
     found = read_json(file)
-    if code != 0 or not found:
+    if code or not found:
         return Outcome("failed", f"exit code {code}")
     return Outcome("ok", f"{len(found)} rows")
 
 
 def judge_compare(code: int | None, log: str, file: Path) -> Outcome:
+    if code is None:
+        return by_exit_code(code)
     compared = read_json(file)
-    if code != 0 or compared is None:
+    if code or compared is None:
         return Outcome("failed", f"exit code {code}")
     verdict = compared["verdict"]
     return Outcome("ok" if verdict["same"] else "failed", verdict["sentence"])
@@ -275,6 +274,8 @@ def judge_compare(code: int | None, log: str, file: Path) -> Outcome:
 def judge_sanitizer(code: int | None, log: str) -> Outcome:
     if "Device not supported" in log:
         return Outcome("skipped", "compute-sanitizer says: Device not supported")
+    if code is None:
+        return by_exit_code(code)
     summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", log)
     detail = summary[-1].strip() if summary else f"exit code {code}"
     return Outcome("ok" if code == 0 and re.search(r"\d passed", log) else "failed", detail)

@@ -167,7 +167,7 @@ def prepare(arch: int) -> int:
     if not nvcc:
         print("gpu-report: there is no nvcc on PATH or in CUDA_HOME", file=sys.stderr)
         return 2
-    return gpu_build.prepare({"capability": arch, "torch": "any"}, nvcc)
+    return gpu_build.prepare(arch, nvcc)
 
 
 def stand_ins() -> tuple[dict, dict[str, str], str]:

@@ -41,8 +41,9 @@ class Outcome:
     detail: str = ""
 
 
-def by_exit_code(code: int, log: str) -> Outcome:
-    return Outcome("ok") if code == 0 else Outcome("failed", f"exit code {code}")
+def by_exit_code(code: int | None, log: str = "") -> Outcome:
+    """A step that did not end has shown no fault."""
+    return Outcome("failed", f"exit code {code}") if code else Outcome("ok")
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Step:
         least: with fewer seconds left it is not begun.
         limit: seconds that it may take at most.
         command: gives its arguments, for the seconds that it has.
-        judge: gives its outcome, from the exit code, None if it did not end in time, and the
-            output.
+        judge: gives its outcome, from the exit code and the output. Of a step that did not end in
+            time the code is None, and it has failed only if it found a fault.
         environment: variables added to the environment of all steps.
         folder: where it runs. Steps that write figures run in the folder of the results: the
             command in a result then contains no path of this machine.
@@ -223,10 +224,9 @@ def judged(step: Step, code: int | None, text: str) -> Outcome:
 def _unfinished(step: Step, seconds: float, text: str) -> Outcome:
     """Of a step that did not end: its own fault only if it had its full limit, or found one."""
     found = judged(step, None, text)
-    knows = not found.detail.startswith("exit code")
-    bad = seconds >= step.limit or (found.result == "failed" and knows)
-    said = f"; {found.detail}" if knows and found.detail else ""
-    return Outcome("failed" if bad else "left out", f"did not end within {seconds:.0f} s{said}")
+    bad = seconds >= step.limit or found.result == "failed"
+    detail = "; ".join(filter(None, [f"did not end within {seconds:.0f} s", found.detail]))
+    return Outcome("failed" if bad else "left out", detail)
 
 
 def end(*processes: subprocess.Popen) -> None:

@@ -85,8 +85,8 @@ def test_two_calls_fit_fifteen_minutes(tmp_path):
     assert took["check"] <= 330 and took["measure"] <= 205 and took["more"] <= 590
     assert 900 - (120 + took["check"]) >= 240
     assert 2 * 120 + took["check"] + took["measure"] <= 900
-    limits = sum(step.limit for step in calls["measure"].steps[1:-1])
-    assert limits <= 240  # what is left out comes last
+    benches = sum(limit for _, limit in gpu_plan.BENCHMARKS.values())
+    assert benches <= calls["measure"].budget - 35  # the rest is for the build and the ceilings
 
 
 def test_carried_libraries_are_taken_if_they_are_of_these_sources(tmp_path, monkeypatch):
@@ -113,11 +113,9 @@ def test_every_device_test_is_run():
     assert found == set(gpu_plan.device_files()), run.stdout[-2000:]
 
 
-def test_every_family_runs_and_is_measured():
+def test_every_family_is_measured():
     from onepass.bench import FAMILIES
-    from tests.device import smoke
 
-    assert gpu_plan.smoke_families() == smoke.FAMILIES
     benchmarks = [*gpu_plan.BENCHMARKS.values(), *gpu_plan.OTHER_BENCHMARKS.values()]
     measured = {family for families, _ in benchmarks for family in families}
     assert measured == set(FAMILIES) - {"linear"}  # on CUDA that is torch's

@@ -20,8 +20,6 @@ from torch import Tensor
 from tests.emulator.executors import DEVICE, OnDevice, replaced_operators
 from tests.support import resumed
 
-FAMILIES = ("norm", "modulated_norm", "dropout", "gate", "group_norm", "loss", "rotary")
-FAMILIES += ("attention_decode", "attention", "optimizer")
 # Of a result's root mean square: rounding, with room; the tests of values have the exact rule.
 FAR = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 NOTHING = 1e-4  # of results that are rounding errors themselves, such as attention's lse_rest

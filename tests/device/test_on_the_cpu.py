@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.device.smoke import FAMILIES
+from tests.device.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.device.common import needs_device
-from tests.device.smoke import FAMILIES
+from tests.device.families import FAMILIES
 from tests.support import resumed
 
 # In the place of the device's calls: some raise, give other values, or end the process.
