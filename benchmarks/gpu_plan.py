@@ -235,19 +235,17 @@ def judge_cases(code: int | None, log: str, results: Path) -> Outcome:
 def judge_bench(code: int | None, log: str, file: Path) -> Outcome:
     bench = read_json(file)
     if bench is None:
-        return (
-            by_exit_code(code)
-            if code is None
-            else Outcome("failed", f"exit code {code}, and no figures")
-        )
+        detail = f"exit code {code}, and no figures"
+        return by_exit_code(code) if code is None else Outcome("failed", detail)
     wrong = [row["name"] for row in bench["rows"] if not row["right"]]
     counts = {"failed": len(bench["failed"]), "wrong": len(wrong)}
     counts |= {"left out": len(bench["left_out"])}
     detail = f"{len(bench['rows'])} cases"
     detail += "".join(f", {count} {word}" for word, count in counts.items() if count)
     first = next(iter([*bench["failed"], *wrong]), "")
-    right = not code and not (code is None and first)
-    return Outcome("ok" if right else "failed", detail + (f"; first {first}" if first else ""))
+    return Outcome(
+        "ok" if not code and not first else "failed", detail + (f"; first {first}" if first else "")
+    )
 
 
 def judge_kernels(code: int | None, log: str, file: Path) -> Outcome:
