@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,7 @@ ENDINGS = {signal.SIGINT: 10.0, signal.SIGTERM: 3.0, signal.SIGKILL: 3.0}
 TAIL = 30  # lines of a failed step that are shown
 FIGURE = "figure "  # a line of a step's output that begins so is printed as soon as it is written
 POLL = 0.5  # seconds between two looks for such lines
-PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
-libc = ctypes.CDLL(None)
+LAUNCH = [sys.executable, "-S", str(Path(__file__).with_name("gpu_launch.py"))]
 
 
 @dataclass(frozen=True)
@@ -175,14 +174,13 @@ class Runner:
             if self._ended:
                 raise OSError("the report is ending")
             process = subprocess.Popen(
-                words,
+                [*LAUNCH, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=step.folder,
                 env={**self.environment, **step.environment},
                 start_new_session=True,
-                preexec_fn=_in_step,
             )
             self._running.add(process)
         return process
@@ -206,12 +204,6 @@ class Runner:
             self._ended = True
             running = list(self._running)
         end(*running)
-
-
-def _in_step() -> None:
-    # Ctrl-C is ignored if the report runs in a shell's background; `end` sends it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    libc.prctl(PARENT_DEATH, signal.SIGKILL)  # a step does not outlive a report that was killed
 
 
 def judged(step: Step, code: int | None, text: str) -> Outcome:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -57,6 +59,20 @@ def test_a_step_that_fails_takes_no_other_with_it(tmp_path):
     assert (
         "hello on" in logs["first"] and "so it goes" in logs["second"] and "there" in logs["third"]
     )
+
+
+def test_a_step_starts_without_code_of_this_process(tmp_path):
+    """A fork in a thread deletes the states of all other threads, whatever they hold."""
+    kept, process = threading.local(), os.getpid()
+
+    class Held:
+        def __del__(self):
+            if os.getpid() != process:
+                os._exit(77)
+
+    kept.held = Held()
+    records = execute([python_step(name, "") for name in ("build", "next")], 60.0, tmp_path / "log")
+    assert results_of(records) == ["ok", "ok"], records
 
 
 def test_results_in_an_unknown_form_cost_one_step(tmp_path):
