@@ -8,7 +8,7 @@ call F.linear, rotations, and the activations of `register_kernels`.
 
 On one thread. The tables give how many times faster ours is, in training (forward and backward) and
 in inference: medians of processor time in ABBA turns, on which other processes have little effect.
-The bounds of onepass._ops.small_calls are read off the tables.
+The bounds of onepass._policy.small_calls are read off the tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass._ops import products, small_calls
+from onepass._policy import products, small_calls
 
 COLS = (64, 192, 256, 384, 768, 1024, 2048, 4096)
 ROWS = (16, 64, 256, 1024, 4096)

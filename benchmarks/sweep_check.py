@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 import onepass
-from onepass._ops import products, small_calls
+from onepass._policy import products, small_calls
 from onepass.swapping.verify import as_stock, changes_of
 
 ROUNDS = 3

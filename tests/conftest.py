@@ -34,7 +34,7 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
 
     Attention runs ours on a GPU of any age.
     """
-    from onepass._ops import device_attention, small_calls
+    from onepass._policy import device_attention, small_calls
 
     monkeypatch.setattr(device_attention, "TORCHS_FROM", (99, 0))
     monkeypatch.setattr(small_calls, "LEAST_NORM", {})

@@ -165,7 +165,8 @@ def test_python_layers():
         "functional": ("torch.ops", "onepass.nn", "onepass.swapping"),
         "nn": ("torch.ops", "onepass._ops", "onepass._C"),
         "optim": ("torch.ops", "onepass.functional", "onepass.nn", "onepass.swapping"),
-        "_ops": ("onepass.functional", "onepass.nn", "onepass.swapping"),
+        "_ops": ("onepass._policy", "onepass.functional", "onepass.nn", "onepass.swapping"),
+        "_policy": ("torch.ops.onepass", "onepass.functional", "onepass.nn", "onepass.swapping"),
         "reference": ("torch.ops", "onepass._ops", "onepass.functional", "onepass.nn"),
     }
     for folder, names in forbidden.items():

@@ -164,7 +164,7 @@ def _products() -> Iterator[Line]:
     """16-bit dtypes that torch multiplies unexpectedly slowly here."""
     import torch
 
-    from onepass._ops import products
+    from onepass._policy import products
 
     for dtype in (torch.bfloat16, torch.float16):
         times = _times_float32(dtype)

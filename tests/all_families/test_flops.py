@@ -12,7 +12,7 @@ from torch.utils import flop_counter
 
 import onepass
 from onepass import _flops
-from onepass._ops import products
+from onepass._policy import products
 from tests.support import fresh
 
 _flops.register()  # this process may have imported the counter last

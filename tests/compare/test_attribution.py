@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from onepass.compare import attribution, train
 from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
 from onepass.compare.errors import BadInput

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
-from onepass._ops import products
+from onepass._policy import products
 from onepass.compare import attribution, report
 from onepass.compare.attribution import Timeline
 from onepass.compare.products import Products, products_of

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import onepass
 from onepass import functional, numerics
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from tests.distributed import test_operators as operators
 from tests.distributed import test_training as training
 from tests.distributed.dtensors import mesh_of, whole

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass._batch import call
-from onepass._ops import products
+from onepass._policy import products
 from onepass.compare.measure import saved_bytes
 from onepass.compare.model import GPT, Sizes, cast
 from onepass.compare.settings import add_arguments, read_settings

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onepass import _C, _malloc, cli, doctor, functional
-from onepass._ops import products
+from onepass._policy import products
 
 
 def test_everything_in_order(capsys):

@@ -9,8 +9,8 @@ import torch
 
 import onepass
 from onepass import numerics
-from onepass._ops import small_calls
 from onepass._ops.dispatch_log import record
+from onepass._policy import small_calls
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip(

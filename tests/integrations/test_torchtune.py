@@ -7,8 +7,8 @@ import torch
 
 import onepass
 from onepass import numerics
-from onepass._ops import small_calls
 from onepass._ops.dispatch_log import record
+from onepass._policy import small_calls
 
 pytest.importorskip(
     "torchtune", reason="torchtune is not installed, or its torchao", exc_type=ImportError

@@ -9,7 +9,7 @@ import torch
 
 import onepass
 from onepass import numerics
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from tests.integrations.transformers_cases import transformers
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")

@@ -13,7 +13,7 @@ from torch import nn
 import onepass
 import onepass.integrations.transformers as integration
 from onepass import numerics
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from onepass.integrations.transformers import losses, models
 from onepass.swapping.reasons import Reason
 from tests.support import fresh

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from onepass import numerics
-from onepass._ops import dispatch_log, products, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import products, small_calls
 from tests.integrations.transformers_cases import transformers
 from tests.support import fresh
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, products, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import products, small_calls
 
 SLOW = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
 FAST = SLOW._replace(vendor="GenuineIntel")

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import numerics
-from onepass._ops import products
+from onepass._policy import products
 from onepass.optim import newton_schulz
 from onepass.optim.muon import scale_of
 from onepass.reference import optimizer as reference

@@ -94,7 +94,7 @@ def environment(name: str) -> dict[str, str]:
 
 def main() -> int:
     from onepass import _C
-    from onepass._ops import products
+    from onepass._policy import products
 
     parser = argparse.ArgumentParser(prog="make test-cpus", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(MACHINES), choices=MACHINES)

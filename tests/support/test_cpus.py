@@ -11,7 +11,7 @@ from onepass import _C
 from tests.support import cpus
 
 ASK = (
-    "import torch, onepass; from onepass import _C; from onepass._ops import products; "
+    "import torch, onepass; from onepass import _C; from onepass._policy import products; "
     "f = products.facts(); "
     "print(_C.cpu_level(), f.vendor, f.bfloat16, torch.backends.cpu.get_cpu_capability())"
 )

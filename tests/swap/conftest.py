@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from onepass.swapping import matchers, verify
 from tests.swap.linear_calls import SLOW, set_facts
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 import onepass
-from onepass._ops import dispatch_log, products
-from onepass._ops.products import Facts
+from onepass._ops import dispatch_log
+from onepass._policy import products
+from onepass._policy.products import Facts
 
 SLOW = Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
 FAST = Facts("GenuineIntel", mkl=True, bfloat16=True, float16=True)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.swapping import by_hand_proof
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases

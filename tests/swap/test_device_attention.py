@@ -9,7 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass._ops import device_attention, dispatch_log
+from onepass._ops import dispatch_log
+from onepass._policy import device_attention
 from onepass.functional import _internal
 from onepass.swapping import redirection
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
 LEAST = small_calls.LEAST_GROUP_NORM, small_calls.LEAST_ACTIVATED  # a fixture removes them

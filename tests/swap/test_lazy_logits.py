@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 from tests.support.largest import Largest
 from tests.swap.lazy_logits_cases import (

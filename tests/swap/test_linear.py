@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import onepass
 from onepass import numerics
-from onepass._ops import products, small_calls
+from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
 from tests.swap.same_model import assert_computes_the_same, per_sample

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import (
     FOUND,

@@ -11,7 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass._ops import dispatch_log, products, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
 from tests.support.largest import Largest

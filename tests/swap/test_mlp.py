@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
 WIDTH, HIDDEN = 12, 20

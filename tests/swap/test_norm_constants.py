@@ -112,7 +112,7 @@ def test_a_number_that_is_changed_later_counts(editable, compiled):
 
 
 def test_a_model_is_told_the_norms_that_torch_keeps_in_small_calls(monkeypatch):
-    from onepass._ops import small_calls
+    from onepass._policy import small_calls
 
     monkeypatch.setattr(small_calls, "norm_is_small", lambda input: True)
     norm = LayerNorm()

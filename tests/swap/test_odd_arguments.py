@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from tests.swap import linear_calls, odd_attention
 from tests.swap.odd_attention import EMBED, HEADS, LAYERS, MHA
 from tests.swap.odd_modules import MODULES, WITH_CONTEXTS, Case, cases

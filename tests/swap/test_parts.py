@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from tests.swap.test_rotary import apply_rotary_pos_emb
 
 WIDTH, TOKENS = 16, 6

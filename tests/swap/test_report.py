@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import device_attention, small_calls
+from onepass._policy import device_attention, small_calls
 from onepass.swapping import notes
 from onepass.swapping.report import first_clause
 from tests.swap.foreign_norms import RMS

@@ -12,7 +12,8 @@ from torch import nn
 
 import onepass
 from onepass import numerics
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
 HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 4, 2, 16, 65

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass._ops import dispatch_log, products, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import products, small_calls
 from tests.swap.foreign_norms import LayerNormOverridden
 
 LEAST = dict(small_calls.LEAST_NORM)  # a fixture of all tests removes them

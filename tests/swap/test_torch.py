@@ -412,7 +412,7 @@ def test_distributed_tensors_run_our_forward(group, monkeypatch):
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
-    monkeypatch.setattr(onepass._ops.small_calls, "LEAST_NORM", {})
+    monkeypatch.setattr(onepass._policy.small_calls, "LEAST_NORM", {})
     norm = nn.LayerNorm(16)
     onepass.swap(norm)
     x = torch.randn(4, 16)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping.matchers import KINDS
 from tests.swap import attention_by_hand

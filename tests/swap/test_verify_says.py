@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
+from onepass._policy import small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping import classes
 from tests.swap.test_verify import broken

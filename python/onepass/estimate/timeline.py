@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 
-from onepass._ops.small_calls import CHUNK_OF_WORD
+from onepass._policy.small_calls import CHUNK_OF_WORD
 from onepass.compare.errors import BadModel
 from onepass.estimate.fakes import Fakes, tensors_of
 

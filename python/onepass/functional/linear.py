@@ -10,7 +10,7 @@ from onepass._arguments import check_arguments
 from onepass._imported import is_a, is_dtensor, is_fake
 from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
-from onepass._ops import products
+from onepass._policy import products
 from onepass.functional.attention import _autocast, _cast
 from onepass.functional.dropout import _check_p
 from onepass.reference.linear import ACTIVATIONS

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from onepass._imported import is_dtensor
-from onepass._ops import products
 from onepass._ops.optimizer import Hyper
+from onepass._policy import products
 from onepass.optim.attempt import Attempt
 from onepass.optim.averages import Average, Factor, mix
 from onepass.optim.flat_state import local

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 import onepass.functional
 from onepass import _stock
-from onepass._ops import small_calls
 from onepass._overrides import visibly
+from onepass._policy import small_calls
 from onepass._refusals import or_torchs
 from onepass.nn._parts import all_modules_have_hooks, forward_of, is_untouched
 from onepass.reference import group_norm as reference

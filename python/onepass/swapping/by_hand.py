@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from onepass._imported import is_fake
-from onepass._ops import small_calls, tracing
+from onepass._ops import tracing
 from onepass._ops.differentiation import are_transforms_active
+from onepass._policy import small_calls
 from onepass.swapping import recorded  # noqa: F401 fills the table of Scores
 from onepass.swapping.by_hand_call import EMPTY, NO_KEY, call_of
 from onepass.swapping.by_hand_proof import refusal

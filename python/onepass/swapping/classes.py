@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import onepass.nn
 from onepass import _stock
 from onepass._compiling import refuse_script
-from onepass._ops import small_calls
+from onepass._policy import small_calls
 from onepass._refusals import is_number, or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from onepass import _stock
 from onepass._memory_order import rows_in_memory_order
-from onepass._ops import small_calls
 from onepass._ops.norm import NormKind, norm
+from onepass._policy import small_calls
 from onepass._refusals import is_number
 from onepass.swapping.inputs import is_autocast
 from onepass.swapping.specs import NormSpec

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import onepass.functional
 from onepass import _stock
-from onepass._ops import small_calls
 from onepass._overrides import visibly
+from onepass._policy import small_calls
 from onepass._refusals import or_torchs
 from onepass.reference import gate as reference
 from onepass.swapping import probe

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 import onepass.nn
 from onepass import _library, _stock
 from onepass._imported import is_a
-from onepass._ops import products, small_calls
+from onepass._policy import products, small_calls
 from onepass.nn._parts import has_hooks
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import MOST_HEAD_DIM, has_kernels

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from onepass._ops import device_attention, small_calls
+from onepass._policy import device_attention, small_calls
 from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 import onepass.functional
 from onepass._imported import is_a
-from onepass._ops import device_attention, small_calls
 from onepass._overrides import visibly
+from onepass._policy import device_attention, small_calls
 from onepass._refusals import or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,

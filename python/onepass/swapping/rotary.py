@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import onepass.functional
-from onepass._ops import small_calls
 from onepass._overrides import visibly
+from onepass._policy import small_calls
 from onepass.swapping import callsites
 from onepass.swapping.inputs import has_kernels, is_autocast, is_plain
 from onepass.swapping.specs import Form, RotarySpec

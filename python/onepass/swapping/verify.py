@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onepass._batch import arguments, named_in_errors, takes
-from onepass._ops import dispatch_log, small_calls
+from onepass._ops import dispatch_log
 from onepass._ops.norm import NormKind
+from onepass._policy import small_calls
 from onepass.reference import norm as reference
 from onepass.swapping.changes import Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward

@@ -23,8 +23,8 @@ from transformers import activations
 
 from onepass import _library
 from onepass._ops import gate as _gate
-from onepass._ops import small_calls
 from onepass._ops.norm import NormKind, norm
+from onepass._policy import small_calls
 from onepass.functional._internal import linear_where_it_gains
 from onepass.integrations.transformers import losses
 from onepass.nn._parts import runs_its_class

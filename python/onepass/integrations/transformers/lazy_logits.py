@@ -41,8 +41,8 @@ from torch.autograd.function import BackwardCFunction
 
 from onepass import _stock
 from onepass._hooks import is_on_each_output
-from onepass._ops import small_calls
 from onepass._ops.differentiation import are_transforms_active
+from onepass._policy import small_calls
 from onepass.functional._internal import (
     linear_cross_entropy_in_float32,
     linear_where_it_gains,

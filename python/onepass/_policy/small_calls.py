@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from onepass import _C
 from onepass._compiling import constant_where_traced
 from onepass._imported import is_dtensor
-from onepass._ops import dispatch_log, linear_loss, products, tracing
+from onepass._ops import dispatch_log, linear_loss, tracing
+from onepass._policy import products
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2; training in
