@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from onepass._compiling import require_fixed_offsets
-from onepass._mapping import refuse_mapped
-from onepass._negative import refuse_where_written
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
+from onepass._ops.differentiation import count_change
 from onepass._ops.dispatch_log import logged
 from onepass._ops.operator import Raw
 from onepass._ops.placement import placed
@@ -28,8 +27,6 @@ def _results_of_append(query, k_cache, v_cache, out_bshd):
 
 _decode = Raw("attention_decode", _results).op
 _append = Raw("attention_decode_append", _results_of_append).op
-refuse_where_written(_append)
-refuse_mapped(_append)
 
 
 @logged
@@ -48,8 +45,5 @@ def attention_decode(
     if key is None:
         return _decode(query, k_cache, v_cache, **options)
     results = _append(query, k_cache, v_cache, key, value, **options)
-    if not torch.compiler.is_compiling():  # a compiler does it by itself
-        for cache in (k_cache, v_cache):
-            if not cache.is_inference():  # inference tensors have no version
-                torch.autograd.graph.increment_version(cache)
+    count_change(k_cache, v_cache)
     return results

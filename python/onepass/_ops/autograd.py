@@ -10,7 +10,7 @@ import torch
 from onepass._arguments import refuse_gradient
 from onepass._ops.derivatives import derivative_of, second_derivative
 from onepass._ops.differentiation import is_differentiated_again
-from onepass._ops.operator import Operator, Raw, names_of, written
+from onepass._ops.operator import Operator, Raw, names_of, tuple_of, written
 
 
 class Partial(NamedTuple):
@@ -82,39 +82,30 @@ def differentiable(
     module = written(
         f"{name}_function",
         source,
-        forward_op=forward.op,
         backward_op=backward.op,
-        definition=forward.definition,
-        apply_backward=second_derivative(backward, derivative, writer.extra),
+        apply_backward=second_derivative(
+            lambda *arguments: backward.op(*arguments[len(writer.extra) :]),
+            [*writer.extra, *backward.arguments],
+            backward.results,
+            derivative,
+        ),
         is_differentiated_again=is_differentiated_again,
         refuse_gradient=refuse_gradient,
         **own,
     )
-    methods = ("forward", "formula", "setup_context", "backward")
     function = type(
         f"_{name.title().replace('_', '')}",
         (torch.autograd.Function,),
-        {method: staticmethod(getattr(module, method)) for method in methods},
+        {x: staticmethod(getattr(module, x)) for x in ("setup_context", "backward")},
     )
     differentiated = [*writer.of, *([passed] if passed else ()), *(refused or ())]
-    operator = Operator(name, forward, function, differentiated, writer.given)
+    operator = Operator(name, forward, function, differentiated)
     operator.backward, operator.apply_backward = backward, module.apply_backward
     operator.source += source
     return operator
 
 
-# Constants are in one tuple: autograd inspects every argument.
 _FUNCTION = """
-
-def forward({inputs}):
-    {constants} = constants
-    return forward_op({saving})
-
-
-def formula({inputs}):
-    {constants} = constants
-    return definition({not_saving})
-
 
 def setup_context(ctx, inputs, outputs):
     {inputs} = inputs
@@ -148,11 +139,7 @@ class _Writer:
         self.derived, self.finished = derived, finished
         self.of = [gradient.removeprefix("d") for gradient in backward.results]
         self.upstream = [d for d in map("d{}".format, forward.results) if d in backward.arguments]
-        self.constants = [
-            name for name in forward.arguments if name not in (*forward.tensors, *forward.flags)
-        ]
-        self.known = [*backward.arguments, *self.constants]
-        self.given = ", ".join([*forward.tensors, _tuple(self.constants)])
+        self.known = [*backward.arguments, *forward.constants]
         self.has_mask = "grad_mask" in backward.arguments
         self.extra: list[str] = []  # what the derivative takes and the backward does not
 
@@ -164,14 +151,12 @@ class _Writer:
         arguments = ["mask" if a == "grad_mask" else a for a in backward.arguments]
         return _FUNCTION.format(
             inputs=", ".join([*forward.tensors, "constants"]),
-            constants=_tuple(self.constants),
-            saving=", ".join("True" if a in forward.flags else a for a in forward.arguments),
-            not_saving=", ".join("False" if a in forward.flags else a for a in forward.arguments),
+            constants=tuple_of(forward.constants),
             results=", ".join(forward.results),
             setup=_lines(setup),
             to_save=", ".join(saved),
-            saved=_tuple(saved),
-            kept=_tuple(kept),
+            saved=tuple_of(saved),
+            kept=tuple_of(kept),
             dresults=", ".join(f"d{result}" for result in forward.results),
             wanted=_lines(self.wanted()),
             gradients=", ".join(backward.results),
@@ -275,10 +260,6 @@ class _Writer:
             passed = f"{self.upstream[0]} if {self.needs(self.passed)} else None"
             gradients = {**gradients, self.passed: passed}
         return ", ".join(gradients.get(x, "None") for x in (*self.forward.tensors, "constants"))
-
-
-def _tuple(names: Sequence[str]) -> str:
-    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
 def _lines(lines: Iterable[str]) -> str:

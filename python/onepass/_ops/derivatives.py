@@ -8,44 +8,45 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import applied
 
 
-def second_derivative(backward, derivative: Callable, extra: Sequence[str] = ()) -> Callable:
-    """The operator `backward` (a `Raw`) as a function that can be differentiated; its arguments are
-    `extra` and the operator's.
+def second_derivative(
+    compute: Callable, names: Sequence[str], results: Sequence[str], derivative: Callable
+) -> Callable:
+    """A backward as a function that can be differentiated.
 
     Args:
+        compute: the backward; it returns the gradients `results`.
+        names: of its arguments. `grad_mask`, or an `x_dtype` of None, tells which are not wanted.
         derivative: computes the results in torch's operators. Its positional parameters are tensors
             with gradients, those by keyword are constant; both have the names of arguments.
-        extra: arguments that only `derivative` takes.
     """
-    names = [*extra, *backward.arguments]
     parameters = inspect.signature(derivative).parameters.values()
     leaves = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     constants = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    tensors = [name for name in constants if name in backward.tensors]
-    numbers = [name for name in constants if name not in tensors]
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(*arguments):
-            return backward.op(*arguments[len(extra) :])
+            return compute(*arguments)
 
         @staticmethod
         def setup_context(ctx, inputs, outputs):
             given = dict(zip(names, inputs, strict=True))
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*(given[name] for name in (*leaves, *tensors)))
-            ctx.numbers = {name: given[name] for name in numbers}
-            ctx.wanted = _wanted(backward.results, given)
+            ctx.tensors = [name for name in constants if isinstance(given[name], Tensor)]
+            ctx.save_for_backward(*(given[name] for name in (*leaves, *ctx.tensors)))
+            ctx.others = {name: given[name] for name in constants if name not in ctx.tensors}
+            ctx.wanted = _wanted(results, given)
 
         @staticmethod
         def backward(ctx, *second):
             saved = ctx.saved_tensors
-            given = dict(zip(tensors, saved[len(leaves) :], strict=True)) | ctx.numbers
+            given = dict(zip(ctx.tensors, saved[len(leaves) :], strict=True)) | ctx.others
             gradients = vjp(
                 lambda *of: derivative(*of, **given),
                 saved[: len(leaves)],
@@ -123,14 +124,16 @@ def vjp(
     with torch.enable_grad():
         # Views of tensors that have a history, to continue it; otherwise leaves, so that each
         # formula can take gradients with respect to them.
-        leaves = [
-            None
-            if t is None
-            else _wide(t.view_as(t))
-            if create_graph and t.requires_grad
-            else _wide(t.detach()).requires_grad_()
-            for t in inputs
-        ]
+        continued = [create_graph and t is not None and t.requires_grad for t in inputs]
+        leaves = wide(
+            *(
+                t if t is None else t.view_as(t) if of else t.detach()
+                for t, of in zip(inputs, continued, strict=True)
+            )
+        )
+        for leaf in leaves:
+            if leaf is not None and not leaf.requires_grad:
+                leaf.requires_grad_()
         pairs = [
             (output, cotangent.to(output.dtype))
             for output, cotangent in zip(formula(*leaves), cotangents, strict=True)
@@ -153,7 +156,3 @@ def vjp(
         gradient = next(gradients) if leaf is not None and leaf.requires_grad else None
         result.append(None if gradient is None else gradient.to(source.dtype))
     return result
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -51,6 +51,14 @@ def constant(number: float) -> float:
     return float.fromhex(float(number).hex())
 
 
+def count_change(*tensors: Tensor | None) -> None:
+    """Tells autograd that an operator has written into tensors."""
+    if not torch.compiler.is_compiling():  # a compiler does it by itself
+        for x in tensors:
+            if x is not None and not x.is_inference():  # inference tensors have no version
+                torch.autograd.graph.increment_version(x)
+
+
 def applied(function: type[torch.autograd.Function]) -> Callable:
     """`function.apply` for positional arguments, in half the time in plain eager mode.
 

@@ -45,7 +45,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        input, _, seed, ctx.p, _ = inputs
+        input, _, seed, (ctx.p, _) = inputs
         ctx.input_dtype = input.dtype
         ctx.save_for_backward(seed)
 
@@ -57,10 +57,13 @@ class _Dropout(torch.autograd.Function):
         elif seed is None:  # p = 0
             dinput = doutput.to(ctx.input_dtype)
         else:
-            again = is_differentiated_again()  # create_graph=True
-            compute = differentiable_dropout if again else _forward
-            dinput = like(compute(doutput, None, seed, ctx.p, ctx.input_dtype), doutput)
-        return dinput, doutput if ctx.needs_input_grad[1] else None, None, None, None
+            constants = (ctx.p, ctx.input_dtype)
+            if is_differentiated_again():  # create_graph=True
+                dinput = differentiable_dropout(doutput, None, seed, constants)
+            else:
+                dinput = _dropout.forward.op(doutput, None, seed, *constants)
+            dinput = like(dinput, doutput)
+        return dinput, doutput if ctx.needs_input_grad[1] else None, None, None
 
 
 def _definition(input, residual, seed, p, out_dtype):
@@ -73,7 +76,7 @@ _dropout = Operator(
     _Dropout,
     ("input", "residual"),
 )
-_forward, differentiable_dropout = _dropout.forward.op, _dropout.apply
+differentiable_dropout = _dropout.apply  # of (input, residual, seed, (p, out_dtype))
 
 
 # ---- scaled branches -----------------------------------------------------------------------------

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_as_rows
-from onepass._ops import tracing
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
-from onepass._ops.differentiation import applied, is_differentiated, is_differentiated_again
+from onepass._ops.differentiation import is_differentiated_again
 from onepass._ops.dispatch_log import logged
 from onepass._ops.dropout import differentiable_dropout
-from onepass._ops.operator import Raw
+from onepass._ops.operator import Operator, Raw
 from onepass._ops.placement import placed
 from onepass._ops.random import draw_seed, puts_back
 from onepass.reference import linear as reference
@@ -67,37 +66,17 @@ def linear_epilogue(
 ) -> Tensor:
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
-    arguments = (input, weight, bias, residual, seed, dropout_p, activation, False)
-    if tracing.records():
-        return _traced_epilogue(*arguments)[0]
-    return _compute_epilogue(*arguments)[0]
-
-
-def _compute_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save):
-    if is_differentiated(input, weight, bias, residual):
-        has_slope = activation != Activation.NONE
-        save = save or (has_slope and is_differentiated(input, weight, bias))
-        return _apply_epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
-    return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
+    return _epilogue.run(input, weight, bias, residual, seed, dropout_p, activation, False)[0]
 
 
 class _Epilogue(torch.autograd.Function):
-    """(output, preactivation). The second is an output so that second derivatives reach it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input, weight, bias, residual, seed, dropout_p, activation, save):
-        return _epilogue(input, weight, bias, residual, seed, dropout_p, activation, save)
-
-    @staticmethod
-    def formula(*arguments):
-        return _epilogue_operator.definition(*arguments)
+    """(output, preactivation). The second is an output so that second derivatives reach it. The
+    backward is two operators: that of the epilogue, and then that of the product."""
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         ctx.set_materialize_grads(False)
-        input, weight, bias, _, seed, ctx.dropout_p, ctx.activation, _ = inputs
+        input, weight, bias, _, seed, (ctx.dropout_p, ctx.activation, _) = inputs
         ctx.input_dtype = input.dtype
         needs = ctx.needs_input_grad
         # A frozen layer does not keep its input.
@@ -127,7 +106,7 @@ class _Epilogue(torch.autograd.Function):
                 found = zip(compute(dsums, input, weight, *ctx.dtypes), ctx.dtypes, strict=True)
                 gradients = [None if dtype is None else gradient for gradient, dtype in found]
         dresidual = doutput if ctx.needs_input_grad[3] else None
-        return *gradients, dresidual, None, None, None, None
+        return *gradients, dresidual, None, None
 
 
 def _before_epilogue(ctx, doutput, preactivation, seed):
@@ -140,7 +119,7 @@ def _before_epilogue(ctx, doutput, preactivation, seed):
     # create_graph=True: by operators that can be differentiated.
     doutput, preactivation = wide(doutput, preactivation)
     if seed is not None:
-        doutput = differentiable_dropout(doutput, None, seed, p, None)
+        doutput = differentiable_dropout(doutput, None, seed, (p, None))
     if preactivation is not None:
         doutput = _SLOPES[activation](doutput, preactivation)
     return doutput.to(dtype)
@@ -212,12 +191,18 @@ def _epilogue_gradient(doutput, out_dtype):
     return doutput.new_empty(doutput.shape, dtype=out_dtype or doutput.dtype)
 
 
-_epilogue_operator = Raw(
-    "linear_epilogue_forward", _epilogue_outputs, _epilogue_definition, unless=("seed",)
+_epilogue = Operator(
+    "linear_epilogue",
+    Raw("linear_epilogue_forward", _epilogue_outputs, _epilogue_definition, unless=("seed",)),
+    _Epilogue,
+    ("input", "weight", "bias", "residual"),
+    saved_if={
+        "save_preactivation": "save_preactivation or "
+        "(activation_kind != 0 and is_differentiated(input, weight, bias))"
+    },
 )
-_epilogue = _epilogue_operator.op
 _epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient).op
-run_as_rows(_epilogue, 0, 3, unless=(4,))  # with a seed: dropout counts rows within a sample
+run_as_rows(
+    _epilogue.forward.op, 0, 3, unless=(4,)
+)  # with a seed: dropout counts rows within a sample
 run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
-_apply_epilogue = applied(_Epilogue)
-_traced_epilogue = tracing.operator("linear_epilogue", _epilogue, _compute_epilogue)

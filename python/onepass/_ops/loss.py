@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass._arguments import refuse_second_derivative
-from onepass._mapping import is_mapped, refuse_mapped
-from onepass._negative import refuse_where_written
+from onepass._mapping import is_mapped
 from onepass._ops import tracing
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
@@ -102,8 +101,6 @@ _loss = differentiable(
 )
 _forward, _forward_check, _backward = _loss.forward.op, _loss.forward.check, _loss.backward.op
 _backward_inplace = Raw("loss_backward_inplace", lambda: None).op
-refuse_mapped(_backward_inplace)
-refuse_where_written(_backward_inplace)
 
 
 class _InplaceLoss(_loss.function):

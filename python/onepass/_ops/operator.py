@@ -26,18 +26,19 @@ import inspect
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from onepass._mapping import run_each
+from onepass._mapping import refuse_mapped, run_each
+from onepass._negative import refuse_where_written
 from onepass._ops import decomposition, fake_checks, tracing
 from onepass._ops.differentiation import applied, is_differentiated
 
 
 class Raw:
     """`onepass::name`, an operator of csrc. Its fake runs its check first, which under vmap runs on
-    every sample.
+    every sample; an operator that writes into an argument is refused there.
 
     Args:
         fake: what the results look like, of the arguments by name.
@@ -65,11 +66,15 @@ class Raw:
         self.arguments = [argument.name for argument in schema.arguments]
         self.tensors = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         self.flags = [name for name in self.arguments if name.startswith("save_")]
+        self.constants = [a for a in self.arguments if a not in (*self.tensors, *self.flags)]
         self.defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.results = list(results) or [result.name or "output" for result in schema.returns]
         self.definition = None if definition is None else self.by_name(definition)
         if definition is not None:
             decomposition.register(self.op, self.definition, unless)
+        if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+            refuse_where_written(self.op)
+            refuse_mapped(self.op)
         torch.library.register_fake(f"onepass::{name}", self._checked(self.by_name(fake)))
         Raw.all[name] = self
 
@@ -125,12 +130,16 @@ class Operator:
     """`onepass::name`, a forward with its autograd.Function: `run` calls one of them, or a trace
     records it.
 
+    The Function gets the tensors, and the constants in one tuple: autograd inspects every argument.
+
     Args:
         name: of the operator in traces and exported programs.
         forward: the operator.
-        function: an autograd.Function with `setup_context` and `backward`.
+        function: an autograd.Function with `setup_context` and `backward`; its `forward` asks for
+            all results that are saved.
         differentiated: the arguments that may require gradients.
-        given: what the function gets: the arguments of `forward`, or as its own `forward` says.
+        saved_if: arguments `save_...` that are constants of the Function instead, each with the
+            expression that is its value.
     """
 
     def __init__(
@@ -139,16 +148,24 @@ class Operator:
         forward: Raw,
         function: type[torch.autograd.Function],
         differentiated: Sequence[str],
-        given: str = "",
+        saved_if: Mapping[str, str] | None = None,
     ):
-        self.forward, self.function = forward, function
-        arguments = ", ".join(forward.arguments)
-        template = _CALLS if given else _CALLS + _METHODS
-        self.source = template.format(
-            arguments=arguments,
+        self.forward, self.function, saved_if = forward, function, saved_if or {}
+        constants = [*forward.constants, *saved_if]
+
+        def call(flag: str) -> str:
+            flags = set(forward.flags) - set(saved_if)
+            return ", ".join(flag if a in flags else a for a in forward.arguments)
+
+        self.source = _CALLS.format(
+            arguments=", ".join(forward.arguments),
             with_defaults=", ".join(map(forward.with_default, forward.arguments)),
             differentiated=", ".join(differentiated),
-            given=given or arguments,
+            given=", ".join([*forward.tensors, tuple_of(saved_if.get(c, c) for c in constants)]),
+            inputs=", ".join([*forward.tensors, "constants"]),
+            constants=tuple_of(constants),
+            saving=call("True"),
+            not_saving=call("False"),
         )
         calls = written(
             f"{name}_calls",
@@ -159,8 +176,7 @@ class Operator:
             is_differentiated=is_differentiated,
         )
         function.generate_vmap_rule = True
-        if not given:
-            function.forward, function.formula = map(staticmethod, (calls.forward, calls.formula))
+        function.forward, function.formula = map(staticmethod, (calls.forward, calls.formula))
         calls.apply = applied(function)
         calls.traced = tracing.operator(name, forward.op, calls.in_trace)
         self.run, self.apply = calls.run, calls.apply
@@ -180,17 +196,22 @@ def in_trace({with_defaults}):
     if is_differentiated({differentiated}):
         return apply({given})
     return forward_op({arguments})
+
+
+def forward({inputs}):
+    {constants} = constants
+    return forward_op({saving})
+
+
+def formula({inputs}):
+    {constants} = constants
+    return definition({not_saving})
 """
 
-_METHODS = """
 
-def forward({arguments}):
-    return forward_op({arguments})
-
-
-def formula({arguments}):
-    return definition({arguments})
-"""
+def tuple_of(names: Iterable[str]) -> str:
+    """The names as a tuple of Python."""
+    return f"({''.join(f'{name}, ' for name in names).strip()})"
 
 
 def written(name: str, source: str, **values: object) -> types.ModuleType:
