@@ -12,7 +12,7 @@ from onepass._ops import tracing
 from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
 from onepass._ops.decomposition import wide
-from onepass._ops.derivatives import gradients_of, vjp
+from onepass._ops.derivatives import gradients_of, second_derivative
 from onepass._ops.differentiation import (
     applied,
     constant,
@@ -125,6 +125,8 @@ _TENSORS = DIFFERENTIABLE + tuple(
 
 
 class _Attention(torch.autograd.Function):
+    """Written by hand, because a call passes only the keywords that it has: each costs time."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -156,11 +158,11 @@ class _Attention(torch.autograd.Function):
         if doutput is None and dlse is None:
             return (None,) * len(needs)
         output, lse, lse_rest, *tensors = ctx.saved_tensors
-        constants = (ctx.options, mask, ctx.deterministic)
-        if is_differentiated_again():  # create_graph=True
-            gradients = _apply_backward(doutput, dlse, output, lse, lse_rest, *tensors, constants)
-        else:
-            gradients = _gradients(doutput, dlse, output, lse, lse_rest, *tensors, constants)
+        # create_graph=True
+        compute = _apply_backward if is_differentiated_again() else _gradients
+        gradients = compute(
+            doutput, dlse, output, lse, lse_rest, *tensors, ctx.options, mask, ctx.deterministic
+        )
         wanted = [
             gradient if mask & bit else None for gradient, bit in zip(gradients, BITS, strict=True)
         ]
@@ -169,54 +171,34 @@ class _Attention(torch.autograd.Function):
 
 def _gradients(doutput, dlse, output, lse, lse_rest, query, key, value, *others):
     """All gradients, in the order of `BITS`; one that is not wanted has size 0."""
-    *tensors, (options, mask, deterministic) = others
+    *tensors, options, grad_mask, deterministic = others
     dquery, dkey, dvalue, dterms = _backward(
         doutput, dlse, query, key, value, output, lse, lse_rest, **_given(tensors),
-        **dict(options), grad_mask=mask, deterministic=deterministic,
+        **dict(options), grad_mask=grad_mask, deterministic=deterministic,
     )  # fmt: skip
     return dquery, dkey, dvalue, *dterms
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated once more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return _gradients(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        doutput, dlse, _, _, _, *tensors, (ctx.options, ctx.mask, _) = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(doutput, dlse, *tensors)
-
-    @staticmethod
-    def backward(ctx, *second):
-        doutput, dlse, *tensors = ctx.saved_tensors
-        others = tensors[len(BITS) :]
-        options = {name: v for name, v in ctx.options if name not in _OF_BACK_ENDS}
-
-        def formula(doutput, dlse, *leaves):
-            given = _given((*leaves[3:], *others))
-            results = reference(*leaves[:3], **given, **options)
-            return gradients_of(results, leaves, (doutput, dlse))
-
-        gradients = vjp(
-            formula,
-            (doutput, dlse, *tensors[: len(BITS)]),
-            [
-                gradient if ctx.mask & bit else None
-                for gradient, bit in zip(second, BITS, strict=True)
-            ],
-        )
-        of_upstream, of_inputs = gradients[:2], gradients[2:]
-        return (*of_upstream, None, None, None, *of_inputs, *(None,) * (len(others) + 1))
+def _derivative(
+    doutput, dlse, query, key, value, bias, sinks, alibi_slopes, *,
+    mask, cu_seq_q, cu_seq_k, seqused_k, seed, block_mask, options,
+):  # fmt: skip
+    results = reference(
+        query, key, value, bias=bias, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask,
+        cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k, seed=seed,
+        block_mask=block_mask, **{x: v for x, v in options if x not in _OF_BACK_ENDS},
+    )  # fmt: skip
+    return gradients_of(results, (query, key, value, bias, sinks, alibi_slopes), (doutput, dlse))
 
 
 _apply_attention = applied(_Attention)
-_apply_backward = applied(_AttentionBackward)
+_apply_backward = second_derivative(
+    _gradients,
+    ("doutput", "dlse", "output", "lse", "lse_rest", "query", "key", "value", *_TENSORS)
+    + ("options", "grad_mask", "deterministic"),
+    ("dquery", "dkey", "dvalue", *(f"d{name}" for name in DIFFERENTIABLE)),
+    _derivative,
+)
 
 
 def _in_trace(query, key, value, *, deterministic=False, **given):

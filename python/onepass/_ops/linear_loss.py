@@ -8,6 +8,7 @@ logits at once.
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from onepass._arguments import refuse_gradient
 from onepass._ops import fake_checks, loss, tracing
 from onepass._ops.decomposition import wide
-from onepass._ops.derivatives import vjp
+from onepass._ops.derivatives import second_derivative
 from onepass._ops.differentiation import (
     applied,
     are_transforms_active,
@@ -171,6 +172,8 @@ def _float16_scale(input, linear_weight, weight, softcap, z_loss) -> float | Ten
 
 
 class _LinearLoss(torch.autograd.Function):
+    """Written by hand: its forward is several operators, and computes the gradients too."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -218,28 +221,15 @@ def _are_last_read() -> bool:
 
 
 def _gradients(
-    dloss,
-    input,
-    linear_weight,
-    linear_bias,
-    target,
-    weight,
-    dinput,
-    dlinear_weight,
-    dlinear_bias,
-    unit,
-    options,
-    mask,
-    inplace,
-):
+    dloss, input, linear_weight, linear_bias, target, weight, dinput, dlinear_weight, dlinear_bias,
+    unit, options, grad_mask, inplace=False,
+):  # fmt: skip
     """Gradients of input, linear_weight and linear_bias in their dtypes; empty if not wanted."""
     operands = (input, linear_weight, linear_bias)
     *of_loss, reduction, cast, cast_weight, _ = options
     if reduction == _NONE:
-        cast_operands = _cast(*operands, cast, cast_weight)
-        gradients = _op(
-            *cast_operands[:2], target, cast_operands[2], weight, *of_loss, dloss, mask
-        )[1:]
+        rows, matrix, bias = _cast(*operands, cast, cast_weight)
+        _, *gradients = _op(rows, matrix, target, bias, weight, *of_loss, dloss, grad_mask)
     else:
         gradients = (dinput, dlinear_weight, dlinear_bias)
         factor = dloss.to(dinput.dtype)
@@ -252,38 +242,21 @@ def _gradients(
     )
 
 
-class _LinearLossBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated once more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return _gradients(*arguments, False)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        ctx.set_materialize_grads(False)
-        dloss, input, linear_weight, linear_bias, target, weight, *_, ctx.options, ctx.mask = inputs
-        ctx.save_for_backward(dloss, input, linear_weight, linear_bias, target, weight)
-
-    @staticmethod
-    def backward(ctx, *second):
-        *inputs, target, weight = ctx.saved_tensors
-        *options, reduction, _, _, _ = ctx.options
-        options += [reference.REDUCTIONS[reduction]]
-
-        def formula(*inputs):
-            return reference.linear_cross_entropy_backward(*inputs, target, weight, *options)
-
-        cotangents = [
-            gradient if ctx.mask >> place & 1 else None for place, gradient in enumerate(second)
-        ]
-        return *vjp(formula, inputs, cotangents), *(None,) * 8
+def _derivative(dloss, input, linear_weight, linear_bias, *, target, weight, options):
+    *of_loss, reduction, _, _, _ = options
+    of_loss = (weight, *of_loss, reference.REDUCTIONS[reduction])
+    return reference.linear_cross_entropy_backward(
+        dloss, input, linear_weight, linear_bias, target, *of_loss
+    )
 
 
 _apply = applied(_LinearLoss)
-_apply_backward = applied(_LinearLossBackward)
+_apply_backward = second_derivative(
+    _gradients,
+    list(inspect.signature(_gradients).parameters)[:-1],  # not inplace
+    ("dinput", "dlinear_weight", "dlinear_bias"),
+    _derivative,
+)
 _traced = tracing.operator(
     "linear_cross_entropy",
     "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
