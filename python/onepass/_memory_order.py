@@ -1,9 +1,11 @@
-"""The memory order of an elementwise function's result, which is torch's: that of its inputs."""
+"""The memory order of results: of an elementwise function torch's, that of its inputs; of attention
+and rotary embedding query's order of heads and rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -48,6 +50,22 @@ def like(output: Tensor, *inputs: Tensor) -> Tensor:
     else:
         return output
     return in_memory_order(lambda *tensors: tensors[-1].contiguous(), *inputs, output)
+
+
+def is_bshd(query: Tensor) -> bool:
+    """Whether query is a transposed (batch, seq, heads, head_dim): then the output is one too."""
+    if query.dim() != 4 or query.shape[1] == 1 or query.shape[2] == 1:
+        return False
+    _, head, row, _ = query.stride()
+    return row > head > 0
+
+
+def empty_rows(like: Tensor, shape, dtype: torch.dtype, bshd: bool | None) -> Tensor:
+    """The output of an op for `shape`; with bshd the memory of (batch, rows, heads, dim)."""
+    if not bshd or len(shape) != 4:
+        return like.new_empty(shape, dtype=dtype)
+    batch, heads, rows, dim = shape
+    return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 def _order(tensors: tuple[Tensor, ...]) -> list[int] | None:

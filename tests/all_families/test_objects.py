@@ -1,4 +1,4 @@
-"""The questions that a step asks of hundreds of objects: `onepass._ops.objects`."""
+"""The questions that a step asks of hundreds of objects: `onepass._C`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 
 import pytest
-
-from onepass._ops.objects import attributes, contents, hold_same, holds
+from onepass._C import attributes, contents, hold_same, holds
 
 
 class Holder:

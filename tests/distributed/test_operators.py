@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from onepass import functional, numerics
-from onepass._ops import placement
+from onepass._ops.entry import _parameters
 from onepass.distributed import tensors
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import RankError, distributed, run
@@ -534,7 +534,7 @@ def entry(input, weight, bias=None, *, eps=1e-5, options=()):
     """Parameters of every kind that entries have."""
 
 
-entry.parameters = placement._parameters(entry)
+entry.parameters = _parameters(entry)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from onepass._mapping import run_each
+from onepass._memory_order import empty_rows
 from onepass._ops import tracing
-from onepass._ops.attention_layout import empty_rows
 from onepass._ops.attention_options import Options
 from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of, second_derivative
@@ -19,10 +19,9 @@ from onepass._ops.differentiation import (
     is_differentiated,
     is_differentiated_again,
 )
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import drawing_entry
 from onepass._ops.operator import Raw
-from onepass._ops.placement import placed
-from onepass._ops.random import draw_seed, puts_back
+from onepass._ops.random import draw_seed
 from onepass.reference.attention import attention as reference
 
 # Options that have gradients, in the order of attention_backward's dterms.
@@ -34,9 +33,7 @@ _QUERY, _KEY, _VALUE, *_OF_TERMS = BITS
 _OF_BACK_ENDS = ("out_bshd", "allow_tf32")
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:

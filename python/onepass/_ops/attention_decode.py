@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from onepass._compiling import require_fixed_offsets
-from onepass._ops.attention_layout import empty_rows
+from onepass._memory_order import empty_rows
 from onepass._ops.attention_options import Options
 from onepass._ops.differentiation import count_change
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import entry
 from onepass._ops.operator import Raw
-from onepass._ops.placement import placed
 
 
 def _results(query, v_cache, out_bshd):
@@ -29,8 +28,7 @@ _decode = Raw("attention_decode", _results).op
 _append = Raw("attention_decode_append", _results_of_append).op
 
 
-@logged
-@placed
+@entry
 def attention_decode(
     query: Tensor,
     k_cache: Tensor,

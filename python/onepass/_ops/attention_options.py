@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.attention_layout import is_bshd
+from onepass._memory_order import is_bshd
 from onepass._ops.differentiation import constant
 
 Options = dict[str, object]

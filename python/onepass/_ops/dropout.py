@@ -10,25 +10,20 @@ from onepass._memory_order import like
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import is_differentiated_again
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import drawing_entry
 from onepass._ops.operator import Operator, Raw
-from onepass._ops.placement import placed
-from onepass._ops.random import draw_seed, puts_back
+from onepass._ops.random import draw_seed
 from onepass.reference import dropout as reference
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def dropout(input: Tensor, p: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """dropout(input), p > 0, in out_dtype or input's."""
     seed = draw_seed(input.device)
     return like(_dropout.run(input, None, seed, p, out_dtype), input)
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def add_dropout(input: Tensor, residual: Tensor, p: float) -> Tensor:
     """residual + dropout(input); p = 0 draws nothing."""
     seed = draw_seed(input.device) if p > 0.0 else None
@@ -82,9 +77,7 @@ differentiable_dropout = _dropout.apply  # of (input, residual, seed, (p, out_dt
 # ---- scaled branches -----------------------------------------------------------------------------
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def add_scaled(
     input: Tensor,
     residual: Tensor | None,

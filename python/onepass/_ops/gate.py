@@ -8,16 +8,14 @@ from torch import Tensor
 from onepass._memory_order import in_memory_order, like
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
-from onepass._ops.dispatch_log import logged
-from onepass._ops.placement import placed
+from onepass._ops.entry import entry
 from onepass.reference import gate as reference
 
 _NAMES = tuple(reference.ACTIVATIONS)
 KINDS = {name: number for number, name in enumerate(_NAMES, 1)}  # of csrc/core/activation.h
 
 
-@logged
-@placed
+@entry
 def gated_activation(gate: Tensor, up: Tensor | None, kind: int, gate_last: bool) -> Tensor:
     """activation(gate) * up; without up, gate holds both."""
     compute = _gate.run

@@ -8,8 +8,7 @@ from torch import Tensor
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import constant
-from onepass._ops.dispatch_log import logged
-from onepass._ops.placement import placed
+from onepass._ops.entry import entry
 from onepass.reference import group_norm as reference
 
 KINDS = reference.ACTIVATIONS
@@ -31,8 +30,7 @@ def has_channels_last(input: Tensor) -> bool:
     return True
 
 
-@logged
-@placed
+@entry
 def group_norm(
     input: Tensor,
     num_groups: int,

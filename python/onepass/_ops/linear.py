@@ -12,11 +12,10 @@ from onepass._mapping import run_as_rows
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import is_differentiated_again
-from onepass._ops.dispatch_log import logged
 from onepass._ops.dropout import differentiable_dropout
+from onepass._ops.entry import drawing_entry, entry
 from onepass._ops.operator import Operator, Raw
-from onepass._ops.placement import placed
-from onepass._ops.random import draw_seed, puts_back
+from onepass._ops.random import draw_seed
 from onepass.reference import linear as reference
 from onepass.reference.dropout import dropout as reference_dropout
 
@@ -46,16 +45,13 @@ _SLOPES = {
 }
 
 
-@logged
-@placed
+@entry
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """input weight^T + bias in input's dtype."""
     return _linear.run(input, weight, bias, None)
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def linear_epilogue(
     input: Tensor,
     weight: Tensor,

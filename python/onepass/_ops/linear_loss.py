@@ -26,9 +26,8 @@ from onepass._ops.differentiation import (
     is_differentiated,
     is_differentiated_again,
 )
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import entry
 from onepass._ops.operator import Raw
-from onepass._ops.placement import placed
 from onepass.reference import loss as reference
 
 _NONE, _MEAN = loss.REDUCTIONS["none"], loss.REDUCTIONS["mean"]
@@ -39,8 +38,7 @@ _FLOAT16_SCALE = 1024.0
 _FLOAT16_LARGEST = torch.finfo(torch.float16).max
 
 
-@logged
-@placed
+@entry
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,

@@ -17,16 +17,14 @@ from onepass._ops.differentiation import (
     is_differentiated,
     is_differentiated_again,
 )
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import entry
 from onepass._ops.operator import Raw
-from onepass._ops.placement import placed
 from onepass.reference import loss as reference
 
 REDUCTIONS = {name: number for number, name in enumerate(reference.REDUCTIONS)}
 
 
-@logged
-@placed
+@entry
 def cross_entropy(
     input: Tensor,
     target: Tensor,

@@ -12,10 +12,9 @@ from onepass._ops.autograd import Alike, Partial, differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of
 from onepass._ops.differentiation import constant
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import drawing_entry, entry
 from onepass._ops.norm import NormKind, dropped, empty_statistics, norm_options, statistics
-from onepass._ops.placement import placed
-from onepass._ops.random import draw_seed, puts_back
+from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
 from onepass.reference.dropout import scaled
 
@@ -23,8 +22,7 @@ from onepass.reference.dropout import scaled
 _DEFAULTS = (1.0, 0.0, None, False)
 
 
-@logged
-@placed
+@entry
 def modulated_norm(
     input: Tensor,
     scale: Tensor | None,
@@ -43,9 +41,7 @@ def modulated_norm(
     return _run((input, scale, shift, residual, gate, None, None), normalized_shape, kind, eps)
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def scaled_add_norm(
     input: Tensor,
     residual: Tensor,

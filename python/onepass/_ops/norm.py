@@ -13,9 +13,8 @@ from onepass._ops.autograd import Alike, Partial, differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of
 from onepass._ops.differentiation import constant
-from onepass._ops.dispatch_log import logged
-from onepass._ops.placement import placed
-from onepass._ops.random import draw_seed, puts_back
+from onepass._ops.entry import drawing_entry
+from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropout as reference_dropout
 
@@ -65,9 +64,7 @@ def norm_options(
     return normalized_shape, eps, out_dtype
 
 
-@logged
-@placed
-@puts_back
+@drawing_entry
 def norm(
     input: Tensor,
     residual: Tensor | None,

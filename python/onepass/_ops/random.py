@@ -46,7 +46,7 @@ def adjusted(adjust: Callable[[Tensor], Tensor]) -> Iterator[None]:
         _drawn.adjust = before
 
 
-def puts_back(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def restores_rng_on_error(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Wraps a function that draws a seed: a refused call leaves the CPU's generator unchanged.
 
     Saving the state takes 0.7 us; running the operator's check first would take 2 to 6.

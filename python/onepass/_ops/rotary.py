@@ -7,8 +7,8 @@ from torch import Tensor
 
 from onepass._arguments import refuse_gradient, refuse_inplace, require_writable
 from onepass._compiling import require_fixed_offsets
+from onepass._memory_order import empty_rows, is_bshd
 from onepass._ops import tracing
-from onepass._ops.attention_layout import empty_rows, is_bshd
 from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of, second_derivative
 from onepass._ops.differentiation import (
@@ -19,18 +19,16 @@ from onepass._ops.differentiation import (
     is_differentiated,
     is_differentiated_again,
 )
-from onepass._ops.dispatch_log import logged
+from onepass._ops.entry import entry
 from onepass._ops.norm import default_eps
 from onepass._ops.operator import Operator, Raw
-from onepass._ops.placement import placed
 from onepass.reference import rotary as reference
 
 # Bits of rotary_backward's grad_mask.
 _QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8
 
 
-@logged
-@placed
+@entry
 def rotary(
     query: Tensor,
     key: Tensor | None,
@@ -55,8 +53,7 @@ def rotary(
     return query_out, None if key is None else key_out
 
 
-@logged
-@placed
+@entry
 def rotary_inplace(
     query: Tensor,
     key: Tensor | None,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onepass._ops import objects
+from onepass import _C
 from onepass._ops import optimizer as _optimizer
 from onepass.optim.checks import refuse_freed
 
@@ -64,7 +64,7 @@ def clip_grad_norm_(
                 "`parameters` is an empty generator, no gradient clipping will occur.",
                 stacklevel=3,
             )
-    gradients, missing = objects.attributes(parameters, "grad")
+    gradients, missing = _C.attributes(parameters, "grad")
     if missing:
         gradients = [gradient for gradient in gradients if gradient is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)

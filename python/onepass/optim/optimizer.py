@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onepass import _C
 from onepass._imported import is_fake
-from onepass._ops import objects
 from onepass._ops import optimizer as _ops
 from onepass.optim import masters
 from onepass.optim.atomic import settled
@@ -78,7 +78,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             self._refuse_scaler()
         lists = [group["params"] for group in self.param_groups]
         table = self._table
-        is_known = table is not None and objects.hold_same(lists, table.grouped)
+        is_known = table is not None and _C.hold_same(lists, table.grouped)
         if not is_known:
             for params in lists:
                 if isinstance(params, Iterator):
@@ -146,7 +146,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         if taken is not None and taken.is_in_hook():
             number, gradient = taken.only(params)
             return (number,), [params[number]], [gradient]
-        gradients, missing = objects.attributes(params, "grad")
+        gradients, missing = _C.attributes(params, "grad")
         if taken is not None:
             gradients = taken.gradients(params, gradients)
             missing = any(gradient is None for gradient in gradients)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onepass._ops import objects
+from onepass import _C
 from onepass._ops.optimizer import Hyper
 from onepass.optim import masters
 from onepass.optim.attempt import Attempt
@@ -51,7 +51,7 @@ class TableOptimizer(StateOptimizer):
             table.device == device
             and table.contents is not None
             and isinstance(self.state, dict)
-            and objects.holds(self.state, table.contents)
+            and _C.holds(self.state, table.contents)
             and (table.all_have_state or all(map(table.has_state.__getitem__, numbers)))
             and table.kinds == self._kinds()
         )
@@ -114,7 +114,7 @@ class TableOptimizer(StateOptimizer):
         table = Table(
             params=params,
             grouped=[list(group["params"]) for group in self.param_groups],
-            contents=objects.contents(self.state) if are_dicts else None,
+            contents=_C.contents(self.state) if are_dicts else None,
             has_state=has_state,
             all_have_state=all(has_state),
             kinds=kinds,

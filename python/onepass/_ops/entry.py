@@ -1,4 +1,5 @@
-"""Calls of a family's entry with a DTensor."""
+"""What every call of a family passes before its operators: the log, the rule of DTensors, and the
+generator's state, which a refused call must not change."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from onepass._imported import is_dtensor
+from onepass._ops.dispatch_log import logged
+from onepass._ops.random import restores_rng_on_error
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -26,10 +29,19 @@ def _parameters(function: Callable) -> tuple[list[str], dict[str, object]]:
     return positional, {p.name: p.default for p in parameters}
 
 
-def placed(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Wraps a family's entry: a call whose first argument is a DTensor runs on each process's part,
-    by the rule of the entry's name in `onepass.distributed.rules`, which is imported then.
-    """
+def entry(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Wraps a family's entry, whose first argument is a tensor."""
+    return logged(_placed(function))
+
+
+def drawing_entry(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Wraps a family's entry that draws seeds."""
+    return entry(restores_rng_on_error(function))
+
+
+def _placed(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A call whose first argument is a DTensor runs on each process's part, by the rule of the
+    entry's name in `onepass.distributed.rules`, which is imported then."""
 
     function.parameters = _parameters(function)  # here: the compiler would trace the signature
 
