@@ -52,6 +52,21 @@ def like(output: Tensor, *inputs: Tensor) -> Tensor:
     return in_memory_order(lambda *tensors: tensors[-1].contiguous(), *inputs, output)
 
 
+def has_channels_last(input: Tensor) -> bool:
+    """Whether torch counts input's memory order as channels last; the output then has it too."""
+    if input.dim() not in (4, 5) or input.is_contiguous():
+        return False
+    sizes, strides = input.shape, input.stride()
+    if strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(input.dim() - 1, 1, -1), 0):
+        if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * (sizes[d] if sizes[d] > 1 else 1)
+    return True
+
+
 def is_bshd(query: Tensor) -> bool:
     """Whether query is a transposed (batch, seq, heads, head_dim): then the output is one too."""
     if query.dim() != 4 or query.shape[1] == 1 or query.shape[2] == 1:

@@ -106,9 +106,7 @@ def row_scale(samples: int, p: float, dtype: torch.dtype, device, scale_by_keep:
 def _branch_definition(input, residual, column_scale, row_scale, seed, p, out_dtype):
     stream = input if residual is None else residual
     branch, above, column_scale = wide(input, residual, column_scale)
-    if seed is not None:
-        branch = reference.dropout(branch, p, seed)
-    branch = reference.scaled(branch, column_scale, row_scale)
+    branch = reference.scaled(reference.dropped(branch, p, seed), column_scale, row_scale)
     return (branch if above is None else above + branch).to(out_dtype or stream.dtype)
 
 
@@ -121,8 +119,7 @@ def _branch_gradients(doutput, branch, column_scale, input_dtype, grad_mask):
 
 
 def _branch_derivative(doutput, branch, column_scale, *, row_scale, seed, p):
-    d = doutput if seed is None else reference.dropout(doutput, p, seed)
-    d = reference.scaled(d, row_scale=row_scale)
+    d = reference.scaled(reference.dropped(doutput, p, seed), row_scale=row_scale)
     if column_scale is None:
         return d, None
     dcolumn_scale = None if branch is None else (d * branch).sum_to_size(column_scale.shape)

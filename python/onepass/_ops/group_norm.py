@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass._memory_order import has_channels_last
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import constant
@@ -13,21 +14,6 @@ from onepass.reference import group_norm as reference
 
 KINDS = reference.ACTIVATIONS
 _NAMES = {number: name for name, number in KINDS.items()}
-
-
-def has_channels_last(input: Tensor) -> bool:
-    """Whether torch counts input's memory order as channels last; the output then has it too."""
-    if input.dim() not in (4, 5) or input.is_contiguous():
-        return False
-    sizes, strides = input.shape, input.stride()
-    if strides[1] == 0:
-        return False
-    least = 0
-    for d in (1, *range(input.dim() - 1, 1, -1), 0):
-        if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
-            return False
-        least = strides[d] * (sizes[d] if sizes[d] > 1 else 1)
-    return True
 
 
 @entry

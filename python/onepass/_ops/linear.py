@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 
 import torch
 from torch import Tensor
@@ -11,13 +10,13 @@ from torch import Tensor
 from onepass._mapping import run_as_rows
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
+from onepass._ops.derivatives import gradients_of, second_derivative
 from onepass._ops.differentiation import is_differentiated_again
-from onepass._ops.dropout import differentiable_dropout
 from onepass._ops.entry import drawing_entry, entry
 from onepass._ops.operator import Operator, Raw
 from onepass._ops.random import draw_seed
 from onepass.reference import linear as reference
-from onepass.reference.dropout import dropout as reference_dropout
+from onepass.reference.dropout import dropped
 
 
 class Activation(enum.IntEnum):
@@ -28,21 +27,6 @@ class Activation(enum.IntEnum):
     SILU = 2
     GELU = 3
     GELU_TANH = 4
-
-
-def _silu_backward(doutput: Tensor, preactivation: Tensor) -> Tensor:
-    gate = preactivation.sigmoid()
-    return doutput * gate * (1 + preactivation * (1 - gate))
-
-
-# (doutput, preactivation) -> dpreactivation, in operators that torch can differentiate; torch's own
-# backward of silu is not one.
-_SLOPES = {
-    Activation.RELU: functools.partial(torch.ops.aten.threshold_backward, threshold=0),
-    Activation.SILU: _silu_backward,
-    Activation.GELU: torch.ops.aten.gelu_backward,
-    Activation.GELU_TANH: functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-}
 
 
 @entry
@@ -107,18 +91,11 @@ class _Epilogue(torch.autograd.Function):
 
 def _before_epilogue(ctx, doutput, preactivation, seed):
     """The gradient of the sums, in input's dtype."""
-    p, activation, dtype = ctx.dropout_p, ctx.activation, ctx.input_dtype
     if seed is None and preactivation is None:
-        return doutput.to(dtype)
-    if not is_differentiated_again():
-        return _epilogue_backward(doutput, preactivation, seed, p, activation, dtype)
-    # create_graph=True: by operators that can be differentiated.
-    doutput, preactivation = wide(doutput, preactivation)
-    if seed is not None:
-        doutput = differentiable_dropout(doutput, None, seed, (p, None))
-    if preactivation is not None:
-        doutput = _SLOPES[activation](doutput, preactivation)
-    return doutput.to(dtype)
+        return doutput.to(ctx.input_dtype)
+    # create_graph=True
+    compute = _apply_epilogue_backward if is_differentiated_again() else _epilogue_backward.op
+    return compute(doutput, preactivation, seed, ctx.dropout_p, ctx.activation, ctx.input_dtype)
 
 
 def _outputs(input, weight, out_dtype):
@@ -169,14 +146,17 @@ def _epilogue_outputs(input, weight, residual, save_preactivation):
     return output, input.new_empty(shape if save_preactivation else (0,))
 
 
+def _activated(x, activation_kind):
+    if activation_kind == Activation.NONE:
+        return x
+    return reference.ACTIVATIONS[Activation(activation_kind).name.lower()](x)
+
+
 def _epilogue_definition(
     input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation
 ):
-    preactivation = output = reference.linear(*wide(input, weight, bias))
-    if activation_kind != Activation.NONE:
-        output = reference.ACTIVATIONS[Activation(activation_kind).name.lower()](output)
-    if seed is not None:
-        output = reference_dropout(output, dropout_p, seed)
+    preactivation = reference.linear(*wide(input, weight, bias))
+    output = dropped(_activated(preactivation, activation_kind), dropout_p, seed)
     if residual is not None:
         output = residual + output
     kept = preactivation.to(input.dtype) if save_preactivation else input.new_empty((0,))
@@ -185,6 +165,14 @@ def _epilogue_definition(
 
 def _epilogue_gradient(doutput, out_dtype):
     return doutput.new_empty(doutput.shape, dtype=out_dtype or doutput.dtype)
+
+
+def _epilogue_derivative(doutput, preactivation, *, seed, dropout_p, activation_kind):
+    doutput = dropped(doutput, dropout_p, seed)
+    if preactivation is None:
+        return (doutput,)
+    output = _activated(preactivation, activation_kind)
+    return gradients_of([output], [preactivation], [doutput])
 
 
 _epilogue = Operator(
@@ -197,8 +185,13 @@ _epilogue = Operator(
         "(activation_kind != 0 and is_differentiated(input, weight, bias))"
     },
 )
-_epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient).op
-run_as_rows(
-    _epilogue.forward.op, 0, 3, unless=(4,)
-)  # with a seed: dropout counts rows within a sample
-run_as_rows(_epilogue_backward, 0, 1, unless=(2,))
+_epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient, results=("dsums",))
+_apply_epilogue_backward = second_derivative(
+    _epilogue_backward.op,
+    _epilogue_backward.arguments,
+    _epilogue_backward.results,
+    _epilogue_derivative,
+)
+# With a seed not: dropout counts rows within a sample.
+run_as_rows(_epilogue.forward.op, 0, 3, unless=(4,))
+run_as_rows(_epilogue_backward.op, 0, 1, unless=(2,))

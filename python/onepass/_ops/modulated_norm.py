@@ -13,10 +13,10 @@ from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of
 from onepass._ops.differentiation import constant
 from onepass._ops.entry import drawing_entry, entry
-from onepass._ops.norm import NormKind, dropped, empty_statistics, norm_options, statistics
+from onepass._ops.norm import NormKind, empty_statistics, norm_options
 from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
-from onepass.reference.dropout import scaled
+from onepass.reference.dropout import dropped, scaled
 
 # Defaults of the forward's last arguments, from weight_offset on.
 _DEFAULTS = (1.0, 0.0, None, False)
@@ -103,7 +103,9 @@ def _definition(
         )
     x, scale, shift = wide(x, scale, shift)
     y = reference.modulated(x, normalized_shape, scale, shift, eps, kind=kind, offset=weight_offset)
-    mean, rstd = statistics(x, normalized_shape, kind, eps, save_statistics)
+    mean = rstd = x.new_empty(0)
+    if save_statistics:
+        mean, rstd = reference.statistics(x, normalized_shape, eps, kind=kind)
     return y.to(out_dtype or input.dtype), residual_out, mean, rstd
 
 

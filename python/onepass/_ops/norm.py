@@ -16,7 +16,7 @@ from onepass._ops.differentiation import constant
 from onepass._ops.entry import drawing_entry
 from onepass._ops.random import draw_seed
 from onepass.reference import norm as reference
-from onepass.reference.dropout import dropout as reference_dropout
+from onepass.reference.dropout import dropped
 
 
 class NormKind(enum.IntEnum):
@@ -127,7 +127,9 @@ def _definition(
         residual_out = (residual + branch).to(residual_dtype or residual.dtype)
     x, weight, bias = wide(input if residual is None else residual_out, weight, bias)
     y = _normalized(x, weight, bias, normalized_shape, kind, eps, weight_offset)
-    mean, rstd = statistics(x, normalized_shape, kind, eps, save_statistics)
+    mean = rstd = x.new_empty(0)
+    if save_statistics:
+        mean, rstd = reference.statistics(x, normalized_shape, eps, kind=kind)
     return y.to(out_dtype or input.dtype), residual_out, mean, rstd
 
 
@@ -176,24 +178,6 @@ def _normalized(x, weight, bias, normalized_shape, kind, eps, weight_offset) -> 
     if kind == NormKind.RMS:
         return reference.rms_norm(x, normalized_shape, weight, eps, weight_offset=weight_offset)
     return reference.layer_norm(x, normalized_shape, weight, bias, eps)
-
-
-def dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """dropout(x), or x without a seed."""
-    return x if seed is None else reference_dropout(x, p, seed)
-
-
-def statistics(
-    x: Tensor, normalized_shape, kind: NormKind, eps: float, save_statistics: bool
-) -> tuple[Tensor, Tensor]:
-    """(mean, rstd) of each row; of an RMS norm the mean is empty, and both if not to be saved."""
-    mean, dims = x.new_empty(0), tuple(range(-len(normalized_shape), 0))
-    if not save_statistics:
-        return mean, mean
-    if kind != NormKind.RMS:
-        mean = x.mean(dims)
-        x = x - x.mean(dims, keepdim=True)
-    return mean, torch.rsqrt((x * x).mean(dims) + eps)
 
 
 def _cuda_autocast_dtype(dtype: torch.dtype, kind: NormKind) -> torch.dtype:

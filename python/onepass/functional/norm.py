@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
-from onepass._memory_order import like
-from onepass._ops.group_norm import has_channels_last
+from onepass._memory_order import has_channels_last, like
 from onepass._ops.modulated_norm import modulated_norm, scaled_add_norm
 from onepass._ops.norm import NormKind, norm
 

@@ -77,6 +77,11 @@ def add_dropout(
     return (residual + scaled(branch, column_scale, row_scale)).to(residual.dtype)
 
 
+def dropped(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """dropout(x), or x without a seed."""
+    return x if seed is None else dropout(x, p, seed)
+
+
 def scaled(branch: Tensor, column_scale=None, row_scale=None) -> Tensor:
     """row_scale * column_scale * branch: LayerScale and DropPath.
 

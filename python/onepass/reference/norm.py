@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.reference.dropout import dropout, scaled
+from onepass.reference.dropout import dropped, scaled
 
 
 def layer_norm(input: Tensor, normalized_shape, weight=None, bias=None, eps: float = 1e-5):
@@ -97,6 +97,15 @@ def modulated(x, normalized_shape, scale, shift, eps, *, kind: int, offset: floa
     return y.to(x.dtype)
 
 
+def statistics(x, normalized_shape, eps, *, kind: int) -> tuple[Tensor, Tensor]:
+    """(mean, rstd) of each row; of an RMS norm the mean is empty."""
+    mean, dims = x.new_empty(0), _last_dims(normalized_shape)
+    if not kind:
+        mean = x.mean(dims)
+        x = x - x.mean(dims, keepdim=True)
+    return mean, torch.rsqrt((x * x).mean(dims) + eps)
+
+
 def gated_add(branch, residual, gate, normalized_shape, row_scale=None):
     """residual + row_scale * gate * branch."""
     each = None if gate is None else for_rows(gate, branch, normalized_shape)
@@ -128,5 +137,5 @@ def _last_dims(normalized_shape) -> tuple[int, ...]:
 
 
 def _add(input, residual, dropout_p, seed, residual_dtype, column_scale=None, row_scale=None):
-    branch = input if seed is None else dropout(input, dropout_p, seed)
+    branch = dropped(input, dropout_p, seed)
     return (residual + scaled(branch, column_scale, row_scale)).to(residual_dtype or residual.dtype)
