@@ -16,7 +16,7 @@ from torch import Tensor
 
 import onepass
 from onepass import functional
-from onepass._ops.optimizer import LAYOUT
+from onepass.optim.contract import LAYOUT
 from tests.optimizer.cases import hyper
 
 OPS = torch.ops.onepass

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import onepass
 from onepass import numerics
-from onepass._ops.optimizer import Hyper
 from onepass.optim import tables
+from onepass.optim.contract import Hyper
 from onepass.reference import optimizer as reference
 from tests.optim.cases import (
     BF16,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import ALGORITHMS, Hyper
-from onepass._ops.optimizer import CODE_BLOCK as BLOCK
+from onepass.optim.contract import ALGORITHMS, Hyper
+from onepass.optim.contract import CODE_BLOCK as BLOCK
 from tests.emulator.executors import DEVICE, Emulated
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

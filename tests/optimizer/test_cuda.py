@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from onepass._ops.optimizer import ALGORITHMS
+from onepass.optim.contract import ALGORITHMS
 from tests.emulator.executors import CUDA, Emulated, all_instances
 from tests.optimizer import cases
 from tests.optimizer.cases import (

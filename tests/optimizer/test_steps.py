@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onepass._ops import dispatch_log
-from onepass._ops.optimizer import ALGORITHMS, LAYOUT, Hyper
+from onepass.optim.contract import ALGORITHMS, LAYOUT, Hyper
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 INF = float("inf")

@@ -10,7 +10,6 @@ from torch import Tensor
 from onepass._mapping import run_each
 from onepass._memory_order import empty_rows
 from onepass._ops import tracing
-from onepass._ops.attention_options import Options
 from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of, second_derivative
 from onepass._ops.differentiation import (
@@ -23,6 +22,8 @@ from onepass._ops.entry import drawing_entry
 from onepass._ops.operator import Raw
 from onepass._ops.random import draw_seed
 from onepass.reference.attention import attention as reference
+
+Options = dict[str, object]  # keywords of an operator
 
 # Options that have gradients, in the order of attention_backward's dterms.
 DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")

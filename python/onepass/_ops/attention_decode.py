@@ -7,7 +7,6 @@ from torch import Tensor
 
 from onepass._compiling import require_fixed_offsets
 from onepass._memory_order import empty_rows
-from onepass._ops.attention_options import Options
 from onepass._ops.differentiation import count_change
 from onepass._ops.entry import entry
 from onepass._ops.operator import Raw
@@ -24,7 +23,8 @@ def _results_of_append(query, k_cache, v_cache, out_bshd):
     return _results(query, v_cache, out_bshd)
 
 
-_decode = Raw("attention_decode", _results).op
+_decode = Raw("attention_decode", _results)
+DEFAULTS = _decode.defaults
 _append = Raw("attention_decode_append", _results_of_append).op
 
 
@@ -35,13 +35,13 @@ def attention_decode(
     v_cache: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    options: Options,
+    options: dict[str, object],
 ) -> tuple[Tensor, Tensor]:
     """(output, lse) of a raw op with the keywords `options`. With a key it is the op that appends:
     key and value are written into the caches.
     """
     if key is None:
-        return _decode(query, k_cache, v_cache, **options)
+        return _decode.op(query, k_cache, v_cache, **options)
     results = _append(query, k_cache, v_cache, key, value, **options)
     count_change(k_cache, v_cache)
     return results

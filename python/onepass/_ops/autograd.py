@@ -84,7 +84,7 @@ def differentiable(
         source,
         backward_op=backward.op,
         apply_backward=second_derivative(
-            lambda *arguments: backward.op(*arguments[len(writer.extra) :]),
+            lambda *arguments: backward(*arguments[len(writer.extra) :]),
             [*writer.extra, *backward.arguments],
             backward.results,
             derivative,

@@ -187,7 +187,7 @@ _epilogue = Operator(
 )
 _epilogue_backward = Raw("linear_epilogue_backward", _epilogue_gradient, results=("dsums",))
 _apply_epilogue_backward = second_derivative(
-    _epilogue_backward.op,
+    _epilogue_backward,
     _epilogue_backward.arguments,
     _epilogue_backward.results,
     _epilogue_derivative,

@@ -78,6 +78,9 @@ class Raw:
         torch.library.register_fake(f"onepass::{name}", self._checked(self.by_name(fake)))
         Raw.all[name] = self
 
+    def __call__(self, *arguments):
+        return self.op(*arguments)  # looked up here: tests replace it
+
     def by_name(self, function: Callable) -> Callable:
         """`function`, of some arguments by name, as one of all arguments in the schema's order. One
         with `**kwargs` takes all that are given."""

@@ -1,54 +1,35 @@
-"""The optimizer family's ops and fakes."""
+"""The optimizer family's ops and fakes; `onepass.optim.contract` makes their tables."""
 
 from __future__ import annotations
 
-import collections
 import functools
-import weakref
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from onepass import _C
 from onepass._devices import refuse_fakes, refuse_meta, require_one_device
 from onepass._mapping import refuse_mapped
 from onepass._negative import refuse_where_written
-from onepass._ops.dispatch_log import logged, say
+from onepass._ops.dispatch_log import logged
 
 _clip_grad_norm = torch.ops.onepass.clip_grad_norm.default
 _gradient_norm = torch.ops.onepass.gradient_norm.default
-_optimizer_table = torch.ops.onepass.optimizer_table.default
-_optimizer_table_release = torch.ops.onepass.optimizer_table_release.default
+optimizer_table = torch.ops.onepass.optimizer_table.default
+optimizer_table_release = torch.ops.onepass.optimizer_table_release.default
 _optimizer_step = torch.ops.onepass.optimizer_step.default
 
-for _op in (_clip_grad_norm, _optimizer_table):
+for _op in (_clip_grad_norm, optimizer_table):
     refuse_where_written(_op)
 refuse_where_written(_optimizer_step, answer=False)  # as for gradients in another memory order
 for _op in (
     _clip_grad_norm,
     _gradient_norm,
-    _optimizer_table,
-    _optimizer_table_release,
+    optimizer_table,
+    optimizer_table_release,
     _optimizer_step,
 ):
     refuse_mapped(_op)
-
-NORM_TYPES = (1.0, 2.0, float("inf"))
-
-_contract = _C.optimizer_contract()  # as csrc/ops/optimizer.h states it
-ALGORITHMS: dict[str, int] = _contract["algorithms"]
-LAYOUT: dict[str, int] = _contract["layout"]
-CODE_BLOCK: int = _contract["code_block"]  # elements that share a scale
-# A row of settings. `decoupled`: weight decay acts on the parameter, not on the gradient.
-Hyper = collections.namedtuple(
-    "Hyper", _contract["settings"], defaults=[0.0] * len(_contract["settings"])
-)
-
-
-def left_to_torch(error: RuntimeError) -> None:
-    """Logs, if logging is on, why torch's own function takes these gradients."""
-    say(f"clip_grad_norm_: torch's own function, since {str(error).strip().partition(chr(10))[0]}")
 
 
 @logged
@@ -65,37 +46,16 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return _gradient_norm(gradients, 2.0)
 
 
-class StepTable:
-    """Parameters and the places of their states, passed once for many steps.
-
-    Args:
-        params: without gaps between their elements.
-        states: the tensors that hold the states.
-        layout: (parameters, columns) int64, see csrc/ops/optimizer.h.
-    """
-
-    def __init__(self, params: list[Tensor], states: list[Tensor], layout: Tensor):
-        numbers: list[int] = []
-        state = states[0].new_empty(0)  # for its device
-        # A table holds its tensors until it is released: so the release is arranged before the
-        # table is made, and no interrupt can come between the parts of either call.
-        releases = map(functools.partial(_optimizer_table_release._op, state), numbers)
-        release = weakref.finalize(self, collections.deque, releases, 0)
-        release.atexit = False  # memory ends with the process
-        numbers.extend(map(functools.partial(_optimizer_table._op, params, states), (layout,)))
-        (self.number,) = numbers
-
-
 @logged
 def optimizer_step(
     ran: list[bool],
     algorithm: int,
-    table: StepTable,
+    table,
     gradients: list[Tensor],
     hyper: Tensor,
     **options,
 ) -> bool:
-    """One step of all parameters of a table; `hyper` is (groups, settings) float64.
+    """One step of all parameters of a `StepTable`; `hyper` is (groups, settings) float64.
 
     False if the table is stale; then nothing was done. It is stale if a parameter has another
     shape, dtype or memory order than in the table, if one with a master has other memory, or if a

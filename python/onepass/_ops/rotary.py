@@ -303,5 +303,5 @@ _backward = Raw("rotary_backward", _gradients)
 _inplace = Raw("rotary_forward_inplace", _inplace_outputs)
 _mark_rotated = applied(_RotaryInplace)
 _differentiable_backward = second_derivative(
-    _backward.op, _backward.arguments, _backward.results, _derivative
+    _backward, _backward.arguments, _backward.results, _derivative
 )

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from onepass._arguments import check_arguments
-from onepass._ops.attention_options import score_options
 from onepass.distributed import ring
 from onepass.distributed.sequence import check_layout, place
+from onepass.functional._attention_options import score_options
 from onepass.functional.attention import _autocast, _window
 
 

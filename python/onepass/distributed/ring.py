@@ -16,8 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from onepass._memory_order import empty_rows
-from onepass._ops.attention import BITS, DIFFERENTIABLE
-from onepass._ops.attention_options import Options
+from onepass._ops.attention import BITS, DIFFERENTIABLE, Options
 from onepass._ops.random import draw_seed
 from onepass.distributed.sequence import Chunk, chunks, place
 

@@ -10,10 +10,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from onepass._ops import linear_loss, loss
 from onepass._ops.attention import attention
-from onepass._ops.attention_options import given, score_options
 from onepass._ops.differentiation import are_transforms_active
 from onepass._policy import device_attention, products, small_calls
 from onepass._refusals import is_number, or_torchs
+from onepass.functional._attention_options import given, score_options
 from onepass.functional.attention import _autocast, _is_autocast
 from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _composed, linear
 

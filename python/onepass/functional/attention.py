@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onepass._arguments import check_arguments
 from onepass._ops.attention import attention
-from onepass._ops.attention_options import given, score_options
+from onepass.functional._attention_options import given, score_options
 from onepass.functional._block_mask import blocks_and_tiles
 
 

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 
 from onepass._arguments import check_arguments
 from onepass._ops.attention_decode import attention_decode
-from onepass._ops.attention_options import score_options
 from onepass._ops.differentiation import is_differentiated
+from onepass.functional._attention_options import score_options
 from onepass.functional.attention import _cast, _is_autocast, _window
 
 

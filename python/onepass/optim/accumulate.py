@@ -12,8 +12,8 @@ from torch import Tensor
 
 from onepass._imported import is_dtensor
 from onepass._ops import optimizer as _ops
-from onepass._ops.optimizer import ALGORITHMS, LAYOUT, Hyper, StepTable
 from onepass.optim.checks import refuse_sparse
+from onepass.optim.contract import ALGORITHMS, LAYOUT, Hyper, StepTable
 from onepass.optim.flat_state import Numbers, Places, Request, laid_like
 from onepass.optim.optimizer import FlatOptimizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import Hyper
+from onepass.optim.contract import Hyper
 from onepass.optim.options import OPTIONS_DOC, constructor
 from onepass.optim.updates import FormulaOptimizer, Values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onepass._ops.optimizer import ALGORITHMS, Hyper
+from onepass.optim.contract import ALGORITHMS, Hyper
 from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from onepass import _C
+from onepass._ops import dispatch_log
 from onepass._ops import optimizer as _optimizer
 from onepass.optim.checks import refuse_freed
+
+_NORM_TYPES = (1.0, 2.0, float("inf"))
 
 
 @torch.no_grad()
@@ -70,7 +73,7 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     # Whether to raise is known only when the norm is: torch waits for it.
     waits = error_if_nonfinite and any(g.device.type != "cpu" for g in gradients)
-    if gradients and norm_type in _optimizer.NORM_TYPES and not waits:
+    if gradients and norm_type in _NORM_TYPES and not waits:
         try:
             return _optimizer.clip_grad_norm(gradients, max_norm, norm_type, error_if_nonfinite)
         except RuntimeError as error:  # before anything was written
@@ -78,7 +81,8 @@ def clip_grad_norm_(
                 raise
             plain = [g for g in gradients if _has_memory(g)]
             refuse_freed("clip_grad_norm_", "gradients", plain)
-            _optimizer.left_to_torch(error)
+            reason = str(error).strip().partition("\n")[0]
+            dispatch_log.say(f"clip_grad_norm_: torch's own function, since {reason}")
     return torch.nn.utils.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite, foreach
     )

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import CODE_BLOCK as BLOCK
+from onepass.optim.contract import CODE_BLOCK as BLOCK
 
 MIN_ELEMENTS = 4096  # smaller tensors save too little
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from onepass._imported import is_async, is_dtensor
-from onepass._ops.optimizer import LAYOUT, StepTable
 from onepass.optim import codes
+from onepass.optim.contract import LAYOUT, StepTable
 
 # Buffers end at this many elements, so that no single allocation is out of proportion.
 CHUNK_ELEMENTS = 1 << 26

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.optimizer import Hyper
 from onepass.optim.checks import check_like_torch
+from onepass.optim.contract import Hyper
 from onepass.optim.optimizer import number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
 from onepass.optim.updates import FormulaOptimizer, Values

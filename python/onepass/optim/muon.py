@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from onepass._imported import is_dtensor
-from onepass._ops.optimizer import Hyper
 from onepass._policy import products
 from onepass.optim.attempt import Attempt
 from onepass.optim.averages import Average, Factor, mix
+from onepass.optim.contract import Hyper
 from onepass.optim.flat_state import local
 from onepass.optim.matrices import Matrices, check_matrices, joined, matrices_of
 from onepass.optim.newton_schulz import orthogonalized

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from onepass._ops import optimizer as _ops
-from onepass._ops.optimizer import ALGORITHMS, Hyper
 from onepass.optim.attempt import Attempt
+from onepass.optim.contract import ALGORITHMS, Hyper
 from onepass.optim.flat_state import Numbers, laid_like
 from onepass.optim.matrices import Matrices
 from onepass.optim.muon import COEFFICIENTS, Muon, check_iteration, checked

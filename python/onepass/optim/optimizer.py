@@ -16,6 +16,7 @@ from onepass.optim.atomic import settled
 from onepass.optim.attempt import Attempt
 from onepass.optim.checkpoints import CheckpointOptimizer
 from onepass.optim.checks import refuse_freed, refuse_shared_memory, refuse_sparse
+from onepass.optim.contract import StepTable
 from onepass.optim.distributed import agreed, local_norm, parts_like, total_norm
 from onepass.optim.ema import AveragingOptimizer
 from onepass.optim.flat_state import (
@@ -210,11 +211,11 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         numbers: Numbers,
         params: list[Tensor],
         watched: Numbers | None = None,
-    ) -> _ops.StepTable | None:
+    ) -> StepTable | None:
         """The operator's arguments for these of the parameters; None if one has gaps."""
         table = self._table
         if attempt.copied:
-            return _ops.StepTable(params, table.buffers, table.layout[list(numbers)])
+            return StepTable(params, table.buffers, table.layout[list(numbers)])
         return table.step_table(numbers, params, numbers if watched is None else watched)
 
     def _settings(self, device: torch.device) -> tuple[Tensor, dict]:

@@ -9,11 +9,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from onepass._ops import optimizer as _ops
 from onepass._ops.dispatch_log import say
 from onepass.optim import codes, masters
 from onepass.optim.atomic import settled
 from onepass.optim.checks import check_shape
+from onepass.optim.contract import Hyper
 from onepass.optim.distributed import broadcast_int
 from onepass.optim.flat_state import EMA, EMA_STEPS, SCALE, Places, Request, Table, is_signed, local
 from onepass.optim.options import DEFAULT_STATE_DTYPES, Options
@@ -22,7 +22,7 @@ from onepass.optim.options import DEFAULT_STATE_DTYPES, Options
 class StateOptimizer(torch.optim.Optimizer):
     """The states that a subclass has, the options, and the states in flat buffers."""
 
-    _algorithm: int  # of onepass._ops.optimizer.ALGORITHMS
+    _algorithm: int  # of onepass.optim.contract.ALGORITHMS
     _is_linear = False  # in parameters and gradients, so that parts of a sum can be stepped
     _counts_steps = False  # steps depend on their number, so a checkpoint must have it
     _lr_is_in_updates = False  # and so no setting of the operator
@@ -56,7 +56,7 @@ class StateOptimizer(torch.optim.Optimizer):
         """The states that a checkpoint of a parameter must have, if it has others."""
         return (*self._moment_keys(group), *self._shapes(param))
 
-    def _hyper(self, group: dict) -> _ops.Hyper:
+    def _hyper(self, group: dict) -> Hyper:
         """The settings of `group`."""
         raise NotImplementedError
 

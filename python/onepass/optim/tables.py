@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from onepass import _C
-from onepass._ops.optimizer import Hyper
 from onepass.optim import masters
 from onepass.optim.attempt import Attempt
 from onepass.optim.checks import (
@@ -20,6 +19,7 @@ from onepass.optim.checks import (
     refuse_shared_memory,
     refuse_sparse,
 )
+from onepass.optim.contract import Hyper
 from onepass.optim.distributed import state_like
 from onepass.optim.flat_state import (
     EMA,

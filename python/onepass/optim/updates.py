@@ -15,11 +15,11 @@ from torch import Tensor
 
 from onepass._imported import is_dtensor
 from onepass._ops import optimizer as _ops
-from onepass._ops.optimizer import ALGORITHMS
 from onepass.optim import masters
 from onepass.optim.attempt import Attempt
 from onepass.optim.averages import Factor
 from onepass.optim.checks import refuse_freed
+from onepass.optim.contract import ALGORITHMS
 from onepass.optim.flat_state import Numbers, local, strides_of
 from onepass.optim.optimizer import FlatOptimizer
 from onepass.optim.scaling import StepUnscales

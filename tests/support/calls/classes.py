@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import onepass
-from onepass._ops.optimizer import LAYOUT, Hyper
+from onepass.optim.contract import LAYOUT, Hyper
 from tests.support.calls.call import RAW, Call, flat, randn, sixteenths
 
 BATCH, ROWS = 2, 5

@@ -1,8 +1,5 @@
-"""The options of a call of attention, as a dict of a raw operator's keywords.
-
-Only options that differ from the default: each costs dispatch time. `onepass.functional` makes the
-dict; the operators' schemas define the names.
-"""
+"""The options of a call of attention: an operator's keywords, without those that have their
+defaults, since each costs dispatch time."""
 
 from __future__ import annotations
 
@@ -10,15 +7,9 @@ import torch
 from torch import Tensor
 
 from onepass._memory_order import is_bshd
+from onepass._ops.attention import Options
+from onepass._ops.attention_decode import DEFAULTS
 from onepass._ops.differentiation import constant
-
-Options = dict[str, object]
-
-_DEFAULTS = {
-    argument.name: argument.default_value
-    for argument in torch.ops.onepass.attention_decode.default._schema.arguments
-    if argument.has_default_value()
-}
 
 
 def score_options(
@@ -39,7 +30,7 @@ def score_options(
     if right != -1:
         options["window_right"] = right
     for name, term in terms.items():
-        default = _DEFAULTS[name]
+        default = DEFAULTS[name]
         if default is not None and compiling:
             term = constant(term)
         if term is not default and (default is None or term != default):
