@@ -10,7 +10,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 
 Given = ParamSpec("Given")
 
@@ -41,10 +41,10 @@ def or_torchs(
         if not _REFUSAL.match(text):
             raise
     # After the handler, so that an error of torch's is raised alone.
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         op, _, reason = text.partition("\n")[0].partition(": ")
         name = getattr(torchs, "__qualname__", "")
-        dispatch_log.leave(op, "refused", name, torch.get_num_threads(), reason)
+        _dispatch_log.leave(op, "refused", name, torch.get_num_threads(), reason)
     return torchs(*args, **named)
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from onepass import _C
+from onepass import _C, _dispatch_log
 from onepass._batch import arguments, named_in_errors
-from onepass._ops import dispatch_log
 
 _NOT_SWAPPED = "not swapped: onepass.swap(model)"
 
@@ -57,7 +56,7 @@ class Explanation:
         """
         from onepass.swapping.report import folded, rows, terminal_width
 
-        lines = [f"{call['count']} x {dispatch_log.line(call)}" for call in self.calls]
+        lines = [f"{call['count']} x {_dispatch_log.line(call)}" for call in self.calls]
         lines = lines or ["no onepass operator ran"]
         lines.append(self.level_reason)
         stock = rows(self.not_accelerated, ("name", "count", "type", "reason"))
@@ -96,7 +95,7 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     if is_module and len(args) == 1 and not kwargs:
         args, kwargs = arguments(fn_or_module, args[0])
     telling = named_in_errors("explain", fn_or_module, args, kwargs) if is_module else nullcontext()
-    with telling, dispatch_log.record() as records:
+    with telling, _dispatch_log.record() as records:
         fn_or_module(*args, **kwargs)
     counts = Counter(tuple(record.items()) for record in records)
     calls = [{**dict(items), "count": count} for items, count in counts.items()]

@@ -14,8 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import onepass
-from onepass import functional
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, functional
 from tests.emulator.executors import operators
 from tests.support.calls import SAMPLES
 
@@ -47,7 +46,7 @@ class Block(nn.Module):
 def gradients(call, x, parameters) -> tuple[list[torch.Tensor], Counter]:
     """Gradients, and how often each operator ran."""
     torch.manual_seed(1)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         loss = call(x).square().sum()
         result = torch.autograd.grad(loss, [x, *parameters])
     return list(result), Counter(call["op"] for call in calls)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import _C, cli, functional
-from onepass._ops import dispatch_log
+from onepass import _C, _dispatch_log, cli, functional
 from tests.support import fresh
 
 
@@ -128,7 +127,7 @@ def test_modules_of_equal_layers_share_a_line_that_a_terminal_folds(monkeypatch)
 
 def test_nothing_is_recorded_outside():
     functional.rms_norm(torch.randn(2, 8), 8)
-    with dispatch_log.record() as records:
+    with _dispatch_log.record() as records:
         pass
     assert records == []
 
@@ -146,15 +145,15 @@ def test_a_lower_level_says_who_asked_for_it():
 
 def test_blocks_inside_each_other_see_the_same_calls():
     x = torch.randn(4, 16)
-    with dispatch_log.record() as outer:
+    with _dispatch_log.record() as outer:
         functional.rms_norm(x, 16)
-        with dispatch_log.record() as inner:
+        with _dispatch_log.record() as inner:
             functional.layer_norm(x, 16)
-            assert dispatch_log.is_recording()
+            assert _dispatch_log.is_recording()
         functional.rms_norm(x, 16)
     assert [call["op"] for call in inner] == ["layer_norm"]
     assert [call["op"] for call in outer] == ["rms_norm", "layer_norm", "rms_norm"]
-    assert not dispatch_log.is_recording()
+    assert not _dispatch_log.is_recording()
 
 
 def test_calls_are_explained_while_they_are_logged():

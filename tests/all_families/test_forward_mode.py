@@ -8,8 +8,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepass import functional, numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, functional, numerics
 from onepass.reference import norm as reference
 from tests.all_families.test_func_transforms import FUNCTIONS, NAMES, drawn, tensors_of
 from tests.support.calls import CALLS
@@ -143,7 +142,7 @@ def test_a_cache_has_no_tangents():
 
 def test_the_log_says_so():
     x = torch.randn(2, 8)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         jvp(lambda x: functional.layer_norm(x, 8), (x,), (x,))
     (call,) = calls
     assert call["kernel"] == "the definition in torch's operators"

@@ -90,7 +90,7 @@ def test_every_projection(inputs, batched):
     for options in OPTIONS:
         ours, stock = pair("MultiheadAttention", WIDTH, HEADS, **widths, **options)
         tensors = draw(inputs, options["batch_first"], batched, **widths)
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             y, weights = ours.double()(*tensors, need_weights=False)
         assert attentions_in(calls) == 1 and weights is None and y.is_contiguous()
         gradient = torch.randn_like(y)
@@ -136,7 +136,7 @@ def test_every_mask(extra, batch_first):
     tensors = draw("key is value", batch_first)
     for name, key_padding_mask, attn_mask in masks(KEYS, BATCH * HEADS):
         arguments = dict(key_padding_mask=key_padding_mask, attn_mask=attn_mask, need_weights=False)
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             results = [run(ours.double(), tensors, **arguments)]
         assert attentions_in(calls) == 2, name
         results.append(run(stock.double(), tensors, **arguments))
@@ -197,7 +197,7 @@ def test_causal_hint_of_another_number_of_keys():
 def test_causal_hint_is_taken_at_its_word():
     ours, _ = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
     x = torch.randn(BATCH, SEQ, WIDTH)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         y = ours(x, x, x, attn_mask=torch.zeros(SEQ, SEQ), is_causal=True, need_weights=False)[0]
     assert attentions_in(calls) == 1
     later = torch.cat((x[:, :-1], torch.randn(BATCH, 1, WIDTH)), 1)
@@ -242,7 +242,7 @@ def test_rows_that_attend_to_nothing_are_the_output_bias():
 def test_need_weights_without_a_mask_is_served_by_torch(average, training):
     ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
     x = torch.randn(BATCH, SEQ, WIDTH)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         results = [m.train(training)(x, x, x, average_attn_weights=average) for m in (ours, stock)]
     assert not calls
     for a, b in zip(*results, strict=True):
@@ -414,7 +414,7 @@ def test_encoder_layer(options, mode):
         for module in (ours, exact, stock):
             module.train(mode == "train")
             of, masks = (x.double(), wide) if module is exact else (x, arguments)
-            with onepass._ops.dispatch_log.record() as calls:
+            with onepass._dispatch_log.record() as calls:
                 if mode == "no_grad":
                     with torch.no_grad():
                         results.append([module(of, **masks)])
@@ -453,7 +453,7 @@ def test_decoder_layer(options):
             memory_key_padding_mask=torch.arange(KEYS) > torch.tensor([[2], [4]]),
         ),
     ):
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             results = [run(ours.double(), (x, memory), **arguments)]
         assert attentions_in(calls) == 4
         results.append(run(stock.double(), (x, memory), **arguments))
@@ -478,7 +478,7 @@ def test_inside_torchs_encoder(options):
     x = torch.randn(3, 5, 16)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            with onepass._ops.dispatch_log.record() as calls:
+            with onepass._dispatch_log.record() as calls:
                 y = ours(x, src_key_padding_mask=PADDING)
             expected = stock(x, src_key_padding_mask=PADDING)
             ref = exact(x.double(), src_key_padding_mask=PADDING)

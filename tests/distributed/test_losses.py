@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass import functional, numerics
-from onepass._ops.dispatch_log import record
+from onepass._dispatch_log import record
 from onepass.reference import loss as reference
 from onepass.swapping.redirection import with_redirected_loss
 from tests.distributed.dtensors import mesh_of, whole

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onepass
 from onepass import numerics
-from onepass._ops.dispatch_log import record
+from onepass._dispatch_log import record
 from onepass._policy import small_calls
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run

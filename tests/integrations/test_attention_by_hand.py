@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from tests.swap import attention_by_hand as cases
 
 LEFT = "computes attention by hand, and runs as it was written"
@@ -162,7 +162,7 @@ def test_what_is_taken(expected, make):
     model, batch = make()
     report = onepass.swap(model.eval(), kinds="attention")
     result = report.verify(batch)
-    with dispatch_log.record() as calls, torch.no_grad():
+    with _dispatch_log.record() as calls, torch.no_grad():
         model(**batch) if isinstance(batch, dict) else model(batch)
     attention = [call for call in calls if call["op"] == "attention"]
     assert bool(attention) is bool(result.ok) is (expected != AS_WRITTEN), result

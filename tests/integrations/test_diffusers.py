@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
@@ -67,7 +67,7 @@ def build(name):
 
 
 def attentions(model, batch) -> list[str]:
-    with dispatch_log.record() as calls, torch.no_grad():
+    with _dispatch_log.record() as calls, torch.no_grad():
         model(**batch)
     return [call["op"] for call in calls if call["op"] == "attention"]
 

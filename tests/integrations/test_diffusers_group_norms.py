@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass.swapping.reasons import Reason
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -74,7 +73,7 @@ def assert_same(block: nn.Module, stock: nn.Module, dtype, last: bool = False) -
 
 
 def fused(run) -> int:
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return sum(call["op"] == "group_norm" and "silu" in call["arguments"] for call in calls)
 

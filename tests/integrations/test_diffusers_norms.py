@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass.swapping import adaptive, probe
 from tests.integrations.test_diffusers import build
 
@@ -83,7 +82,7 @@ def results(module, named) -> list[torch.Tensor]:
 
 def norms(function) -> list[str]:
     """The modulated norms that run."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         function()
     return [call["op"] for call in calls if re.fullmatch(r"modulated_\w+_norm", call["op"])]
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from onepass import numerics, optim
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics, optim
 
 pl = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
 
@@ -89,7 +88,7 @@ def test_the_model_is_swapped_for_the_run_and_restored(stage, tmp_path, caplog):
     module, callback = Module(), Swap(kinds=["norm", "attention"], exclude="*.1.norm2")
     module.configure_model()
     before = kinds(module)
-    with caplog.at_level(logging.INFO, "onepass.swap"), dispatch_log.record() as calls:
+    with caplog.at_level(logging.INFO, "onepass.swap"), _dispatch_log.record() as calls:
         run(module, tmp_path, callback, stage=stage)
     assert module.kinds != before and kinds(module) == before
     assert "attention" in {call["op"] for call in calls}

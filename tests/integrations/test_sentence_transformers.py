@@ -9,7 +9,7 @@ import torch
 
 import onepass
 from onepass import numerics
-from onepass._ops.dispatch_log import record
+from onepass._dispatch_log import record
 from onepass._policy import small_calls
 
 transformers = pytest.importorskip("transformers")

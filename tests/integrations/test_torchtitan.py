@@ -10,7 +10,7 @@ import torch
 
 import onepass
 from onepass import numerics
-from onepass._ops.dispatch_log import record
+from onepass._dispatch_log import record
 
 pytest.importorskip(
     "torchtitan.models.llama3", reason="torchtitan is not installed", exc_type=ImportError

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from tests.integrations.transformers_cases import build, implementations, kinds, transformers
 from tests.support import fresh
 
@@ -190,7 +189,7 @@ def test_compiled_models_run_it_too(tmp_path):
     for more in (compiled, {}):
         args = arguments(tmp_path, max_steps=2, **more)
         trainer = trainer_of(build("llama"), args, trainer_optimizer(args), SwapCallback())
-        with dispatch_log.record() as calls:
+        with _dispatch_log.record() as calls:
             trainer.train()
         runs.append(trainer.state.log_history[1]["loss"])
         assert {"attention", "rms_norm"} <= {call["op"] for call in calls}
@@ -219,7 +218,7 @@ def test_the_model_is_swapped_for_the_training_and_restored(tmp_path, caplog):
     callback = SwapCallback(exclude="*.ln_f", kinds=["norm", "attention"])
     trainer = trainer_of(model, arguments(tmp_path), callback=callback)
     trainer.add_callback(watch)
-    with caplog.at_level(logging.INFO, "onepass.swap"), dispatch_log.record() as calls:
+    with caplog.at_level(logging.INFO, "onepass.swap"), _dispatch_log.record() as calls:
         trainer.train()
     assert watch.kinds != before[0] and set(watch.implementations) == {"onepass"}
     assert (kinds(model), implementations(model)) == before
@@ -330,7 +329,7 @@ def test_recomputed_layers_keep_attention(kept, tmp_path):
         activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False, **(more if kept else {})},
     )
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         trainer_of(build("llama"), args, callback=SwapCallback()).train()
     assert [call["op"] for call in calls].count("attention") == (2 if kept else 4)
 

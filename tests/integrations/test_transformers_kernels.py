@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import products, small_calls
 from tests.integrations.transformers_cases import transformers
 from tests.support import fresh
@@ -53,7 +52,7 @@ installed = pytest.mark.skipif(
 
 
 def ops(run) -> list[str]:
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return [call["op"] for call in calls]
 
@@ -180,7 +179,7 @@ def test_small_activations_are_transformers_own(name, training, monkeypatch):
     with torch.set_grad_enabled(training):
         for count, ours in ((least, True), (least - 1, name in ("NewGELU", "FastGELU"))):
             if count:
-                with dispatch_log.record() as calls:
+                with _dispatch_log.record() as calls:
                     forward(torch.randn(count))
                 assert ("own forward" not in calls[0]["kernel"]) is ours
 
@@ -371,7 +370,7 @@ version = importlib.metadata.version
 importlib.metadata.version = lambda name: {"kernels": "0.18.2"}.get(name) or version(name)
 import torch, transformers
 from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass.integrations.transformers import register_kernels
 
 registered = register_kernels(["cpu"])
@@ -420,7 +419,7 @@ for name in CALLS:
     for mode in ("train", "eval"):
         getattr(model, mode)()
         model.set_use_kernels(True)
-        with dispatch_log.record() as calls:
+        with _dispatch_log.record() as calls:
             found = results(model)
         ops = [call["op"] for call in calls]
         for op, count in CALLS[name].items():

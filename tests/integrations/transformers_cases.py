@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 
 transformers = pytest.importorskip("transformers")
 
@@ -199,7 +199,7 @@ def output(name: str, model, batch: dict) -> torch.Tensor:
 
 def run(function, *args, **kwargs):
     """(its result, the attention operators that it ran)."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         result = function(*args, **kwargs)
     return result, [call["op"] for call in calls if call["op"].startswith("attention")]
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import products, small_calls
 
 SLOW = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
@@ -39,7 +38,7 @@ def layer(decoder: bool = False, **options) -> nn.Module:
 
 def calls_of(module, *inputs) -> list[str]:
     """The arguments of the linear operators that ran, or "torch"."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         module(*inputs)
     return [
         "torch" if call["level"] == "torch's own" else call["arguments"]
@@ -184,7 +183,7 @@ def test_a_block_of_the_users_own_is_called():
             return torch.zeros_like(x)
 
     module = Own(WIDTH, 4, HIDDEN, batch_first=True, dropout=0.0, norm_first=True)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         module(torch.randn(SHAPE))
     assert not any("relu" in call["arguments"] for call in calls)
 

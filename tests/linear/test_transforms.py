@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import onepass
-from onepass import functional, numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, functional, numerics
 
 
 def held(function, *tensors) -> None:
@@ -34,7 +33,7 @@ def test_samples_are_rows_of_one_product():
     epilogue = {"activation": "silu"}
 
     def calls_of(function) -> int:
-        with dispatch_log.record() as calls:
+        with _dispatch_log.record() as calls:
             function()
         return len(calls)
 

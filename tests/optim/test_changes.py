@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass.optim import flat_state, fuse
 from tests.optim.cases import FLAGS, NAMES, TORCH_NAMES, assert_same, ours, snapshot
 
@@ -135,12 +135,12 @@ def test_a_parameter_that_moves_is_as_one_that_is_written(name, master, grows):
 
 
 def test_a_new_master_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch_log, "_enabled", True)
-    monkeypatch.setattr(dispatch_log.logger, "propagate", True)
+    monkeypatch.setattr(_dispatch_log, "_enabled", True)
+    monkeypatch.setattr(_dispatch_log.logger, "propagate", True)
     (p,) = parameters(8, dtype=BF16)
     optimizer = onepass.optim.SGD([p], lr=0.1, master="fp32")
     optimizer.step()
-    with caplog.at_level("INFO", logger=dispatch_log.logger.name), torch.no_grad():
+    with caplog.at_level("INFO", logger=_dispatch_log.logger.name), torch.no_grad():
         p.clamp_(-1, 1)
         optimizer.step()
     assert "becomes its own master" in caplog.text

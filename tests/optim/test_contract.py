@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from tests.optim.cases import (
     BF16,
     DETERMINISTIC,
@@ -382,9 +382,9 @@ def test_remainders_are_for_bfloat16(name):
 @names
 @pytest.mark.parametrize("flag", ["foreach", "fused"])
 def test_flags_that_choose_torchs_implementation_are_logged(flag, name, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch_log, "_enabled", True)
-    monkeypatch.setattr(dispatch_log.logger, "propagate", True)
-    with caplog.at_level("INFO", logger=dispatch_log.logger.name):
+    monkeypatch.setattr(_dispatch_log, "_enabled", True)
+    monkeypatch.setattr(_dispatch_log.logger, "propagate", True)
+    with caplog.at_level("INFO", logger=_dispatch_log.logger.name):
         optimizer = made(name, (5,), **{flag: True})
     assert flag in caplog.text
     assert optimizer.param_groups[0][flag] is True

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from onepass import numerics, reference
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics, reference
 from onepass.optim import clip_grad_norm_
 from tests.emulator.executors import everywhere
 
@@ -175,7 +174,7 @@ def test_bitwise_equal_for_any_number_of_threads(threads):
 
 def test_all_tensors_are_one_list_of_pieces():
     """The plans show it: two tensors of one and three pieces."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         op([torch.ones(5), torch.ones(2 * PIECE + 1)], 1.0, 2.0, False)
     assert [(call["kernel"], call["splits"]) for call in calls] == [
         ("gradient_norm_kernel", 4),
@@ -325,11 +324,11 @@ def test_others_go_to_torch(kind):
 
 
 def test_what_goes_to_torch_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch_log, "_enabled", True)
+    monkeypatch.setattr(_dispatch_log, "_enabled", True)
     (p,) = parameters(6)
     p.grad = torch.randn(12)[::2]
-    monkeypatch.setattr(dispatch_log.logger, "propagate", True)
-    with caplog.at_level("INFO", logger=dispatch_log.logger.name):
+    monkeypatch.setattr(_dispatch_log.logger, "propagate", True)
+    with caplog.at_level("INFO", logger=_dispatch_log.logger.name):
         clip_grad_norm_([p], 0.1)
     assert "clip_grad_norm_: torch's own function, since" in caplog.text
     assert "must have no gaps" in caplog.text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass.optim.contract import ALGORITHMS, LAYOUT, Hyper
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -62,7 +62,7 @@ def test_a_step_by_hand():
 
 def test_the_plan_of_a_step():
     table = make_table(*adam_table(torch.ones(2 * PIECE + 1)))
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         adam_step(table, [torch.ones(2 * PIECE + 1)])
     assert [(call["kernel"], call["splits"]) for call in calls] == [("optimizer_step_kernel", 3)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass._policy import products
 from onepass._policy.products import Facts
 
@@ -24,13 +24,13 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 def count(run) -> int:
     """The number of our calls in the forward of `run`."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] in ("linear_kernel", "linear_few_rows_kernel") for call in calls)
 
 
 def attentions(run) -> int:
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return sum(call["op"].startswith("attention") for call in calls)
 

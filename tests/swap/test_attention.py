@@ -60,7 +60,7 @@ def test_calls_are_found_and_redirected(cls):
     report = onepass.swap(model, kinds="attention", strict=True)
     assert names(report.swapped) == {"attention"}, report
     assert report.swapped[0]["to"] == CALLS and report.swapped[0]["kind"] == "attention"
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         y = model(x)
     assert attentions_in(calls) == 1
     numerics.assert_close(y, exact(x.double()), stock(x))
@@ -71,7 +71,7 @@ def test_calls_are_found_and_redirected(cls):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert types(twin) == types(model) and torch.equal(twin(x), y)
     assert onepass.unswap(model) == ["attention"] and types(model) == types(stock)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         assert torch.equal(model(x), stock(x))
     assert not calls
 
@@ -85,7 +85,7 @@ def test_torchs_namespace_is_untouched():
     model(torch.randn(2, 7, 16))
     assert seen == [before] and F.scaled_dot_product_attention is before
     q = torch.randn(1, 1, 3, 4)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         F.scaled_dot_product_attention(q, q, q)
     assert not calls
 
@@ -95,7 +95,7 @@ def test_only_the_swapped_instance_is_redirected():
     onepass.swap(model, include="0")
     x = torch.randn(2, 7, 16)
     for module, expected in zip(model, (1, 0), strict=True):
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             module(x)
         assert attentions_in(calls) == expected
 
@@ -113,7 +113,7 @@ def test_innermost_modules_are_swapped_and_containers_for_their_own_calls():
     model = nn.Sequential(Block(), CallsBesideItsChild())
     report = onepass.swap(model, kinds="attention")
     assert names(report.swapped) == {"0.attention", "1", "1.child"}
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         model(torch.randn(2, 7, 16))
     assert attentions_in(calls) == 3
 
@@ -132,7 +132,7 @@ def test_a_container_of_one_that_keeps_its_calls_keeps_its_own(child):
     reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
     assert reasons["1.child"] == "holds '1.child.child', which keeps its attention as it is"
     assert reasons["1"] == "holds '1.child', which keeps its attention as it is"
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         model(torch.randn(2, 7, 16))
     assert attentions_in(calls) == 1
     assert type(model[1].child.child) is child
@@ -147,7 +147,7 @@ def test_modes_further_out_see_the_call():
     model = Plain()
     onepass.swap(model)
     found = []
-    with Names(), onepass._ops.dispatch_log.record() as calls:
+    with Names(), onepass._dispatch_log.record() as calls:
         model(torch.randn(2, 7, 16))
     assert found.count("scaled_dot_product_attention") == 1 and attentions_in(calls) == 1
 
@@ -161,7 +161,7 @@ def test_other_threads_are_not_redirected():
             thread = threading.Thread(
                 target=lambda: inside.append(F.scaled_dot_product_attention(q, q, q))
             )
-            with onepass._ops.dispatch_log.record() as calls:
+            with onepass._dispatch_log.record() as calls:
                 thread.start()
                 thread.join()
             assert not calls
@@ -190,7 +190,7 @@ def test_what_onepass_does_not_compute_runs_torchs(torchs_products):
     model, x = Restless(), torch.randn(2, 7, 16)
     expected = model(x)
     report = onepass.swap(model)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         assert torch.equal(model(x), expected)
     assert not calls
     assert any("CausalBias" in note and "512" in note for note in report.notes)
@@ -203,7 +203,7 @@ def test_an_exception_inside_ends_the_redirection():
     with pytest.raises(ValueError, match="not enough values"):
         model(torch.randn(7, 16))
     q = torch.randn(1, 1, 3, 4)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         F.scaled_dot_product_attention(q, q, q)
     assert not calls
 
@@ -240,7 +240,7 @@ def test_checkpoints_around_it_recompute_with_it(reentrant):
     for checkpointed in (False, True):
         torch.manual_seed(3)
         y = recompute(model, x, use_reentrant=reentrant) if checkpointed else model(x)
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             y.square().sum().backward()
         assert attentions_in(calls) == 1 + checkpointed
         gradients.append([p.grad.clone() for p in model.parameters()])
@@ -317,7 +317,7 @@ def test_other_devices_run_torchs_attention(monkeypatch):
     stock, x = copy.deepcopy(model), torch.randn(2, 7, 16)
     onepass.swap(model, kinds="attention")
     monkeypatch.setattr(inputs, "_ATTENTION_DEVICES", frozenset())
-    with torch.no_grad(), onepass._ops.dispatch_log.record() as calls:
+    with torch.no_grad(), onepass._dispatch_log.record() as calls:
         assert torch.equal(model(x), stock(x))
     assert not calls
 
@@ -362,7 +362,7 @@ def test_transformer_computes_the_same_and_keeps_its_state():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert types(twin) == types(model)
         twin.eval()
-        with torch.no_grad(), onepass._ops.dispatch_log.record() as calls:
+        with torch.no_grad(), onepass._dispatch_log.record() as calls:
             y = twin(src, tgt)
         assert attentions_in(calls) == 3
         numerics.assert_close(y, exact(src.double(), tgt.double()), stock.eval()(src, tgt))
@@ -377,7 +377,7 @@ def test_subclasses_that_leave_forward_alone():
     model = QuietMultihead(16, 2, batch_first=True)
     onepass.swap(model)
     x = torch.randn(2, 7, 16)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         model(x, x, x, need_weights=False)
     assert attentions_in(calls) == 1 and isinstance(model, QuietMultihead)
     twin = pickle.loads(pickle.dumps(model))
@@ -394,7 +394,7 @@ def test_need_weights_is_said_where_a_caller_may_ask_for_them():
     model = nn.MultiheadAttention(16, 2, batch_first=True)
     onepass.swap(model)
     x = torch.randn(2, 7, 16)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         assert model(x, x, x)[1].shape == (2, 7, 7)
     assert not calls
 
@@ -423,7 +423,7 @@ def test_inference_runs_the_swapped_modules(kinds, padded):
     assert "padding comes back as zeros" in note
     mask = PADDING if padded else None
     with torch.no_grad():
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             y = model(x, src_key_padding_mask=mask)
         expected = stock(x, src_key_padding_mask=mask)
         ref = exact(x.double(), src_key_padding_mask=mask)
@@ -494,7 +494,7 @@ def test_compiled_code_calls_the_operator_with_dropout():
     results = []
     for m in (model, compiled):
         torch.manual_seed(4)
-        with onepass._ops.dispatch_log.record() as calls:
+        with onepass._dispatch_log.record() as calls:
             results.append(m(x))
         assert attentions_in(calls) == 2
     torch.testing.assert_close(*results)
@@ -544,7 +544,7 @@ def test_transformers_attention_by_name():
     expected, ref = (m(IDS, attention_mask=padding).logits for m in (model, exact))
     report = onepass.swap(model, kinds="attention")
     assert names(report.swapped) == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         got = model(IDS, attention_mask=padding).logits
     assert attentions_in(calls) == 2
     rows = padding.bool()
@@ -560,6 +560,6 @@ def test_transformers_modules_that_call_it_themselves():
     report = onepass.swap(model)
     found = {entry["name"] for entry in report.swapped if entry["kind"] == "attention"}
     assert found == {"h.0.self_attention", "h.1.self_attention"}
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         model(IDS)
     assert attentions_in(calls) == 2 and report.verify(IDS).ok

@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping import by_hand_proof
 from onepass.swapping.by_hand import fate
@@ -403,7 +402,7 @@ def test_report_of_a_branch_that_stays():
     explained = onepass.explain(model, tokens()).not_accelerated
     assert [line["reason"] for line in explained if line["name"] == "0"] == [reason]
     model[0].flash = True
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         model(tokens())
     assert [call["op"] for call in calls] == ["attention"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass._policy import device_attention
 from onepass.functional import _internal
 from onepass.swapping import redirection
@@ -131,7 +131,7 @@ def test_calls_of_multihead_attention(called, options, whose):
 
 
 def test_the_log_says_why():
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         assert device_attention.is_torchs(*heads())
     (call,) = calls
     assert call["kernel"] == TORCHS and call["reason"] == (

@@ -11,8 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
@@ -23,7 +22,7 @@ OP, TO = "group_norm", "onepass group_norm, silu"
 
 def calls(run) -> list[tuple[str, bool]]:
     """(operator, whether silu is in it) of each call of ours."""
-    with dispatch_log.record() as made:
+    with _dispatch_log.record() as made:
         run()
     return [(call["op"], "silu" in call["arguments"]) for call in made if "group" in call["op"]]
 

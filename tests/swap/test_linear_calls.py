@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import (
@@ -203,7 +202,7 @@ def test_small_calls_run_their_own_forward(monkeypatch):
     report = swap(model)
     assert any("a microsecond longer" in note for note in report.notes)
     rows = LEAST[torch.float32][0] // 64**2
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         model(torch.randn(rows - 1, 64)), model(torch.randn(rows, 64))
     (left,) = [call for call in calls if call["level"] == "torch's own"]
     assert modes == [0, 1] and "too small to gain" in left["reason"]

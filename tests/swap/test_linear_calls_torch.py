@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import Base, Experts, OwnAttention, Plain
@@ -41,7 +41,7 @@ def test_what_onepass_does_not_compute_runs_torchs():
     with torch.no_grad():
         expected = model(x)
         assert swap(model).swapped
-        with dispatch_log.record() as calls:
+        with _dispatch_log.record() as calls:
             assert torch.equal(model(x), expected)
     assert not calls
 

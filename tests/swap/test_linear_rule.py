@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
@@ -87,7 +87,7 @@ def test_oneDNN_can_be_switched_off(monkeypatch):
 
 
 def test_explain_says_whose_products_run_on_cuda():
-    with FakeTensorMode(), dispatch_log.record() as calls:
+    with FakeTensorMode(), _dispatch_log.record() as calls:
         x, weight = (torch.empty(8, 8, device="cuda") for _ in range(2))
         assert not products.gains(x, weight)
     assert [call["reason"] for call in calls] == ["torch's products on CUDA"]

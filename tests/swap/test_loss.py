@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
@@ -39,7 +38,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 def count(run) -> int:
     """The number of losses that ours computes in `run`."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] == "loss_forward_kernel" for call in calls)
 
@@ -404,7 +403,7 @@ def test_a_model_of_transformers_compiled():
     model, batch = of_transformers("LlamaForCausalLM"), labelled()
     stock = copy.deepcopy(model)
     swap(model)
-    with dispatch_log.record():
+    with _dispatch_log.record():
         loss = torch.compile(model, fullgraph=True)(**batch).loss
     exact = copy.deepcopy(stock).double()(**batch).loss
     numerics.assert_close(loss, exact, stock(**batch).loss)

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
@@ -27,7 +26,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 def count(run) -> int:
     """The number of gated activations that ours computes in `run`."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return sum(call["kernel"].startswith("gate") for call in calls)
 

@@ -306,7 +306,7 @@ def test_autocast_dtype_is_asked_of_the_original():
     norm = CastsUnderAutocast(COLS)
     onepass.swap(norm)
     x = torch.randn(3, COLS)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         assert norm(x).dtype == torch.float32
         for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
             with torch.autocast("cpu", dtype=dtype):
@@ -360,7 +360,7 @@ def test_values_and_gradients_hold_the_rule(module, name, rms, offset, dtype):
     draws = [draw() for _ in range(8)]  # pooled: the numbers of one gradient say little
     base = [run(call, *drawn) for drawn in draws]
     onepass.swap(norm)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         ours = [run(call, *drawn) for drawn in draws]
     assert len(calls) == 2 * len(draws)
     ref = [run(formula, [tensor.double() for tensor in x], dy.double()) for x, dy in draws]

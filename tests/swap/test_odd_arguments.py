@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from tests.swap import linear_calls, odd_attention
 from tests.swap.odd_attention import EMBED, HEADS, LAYERS, MHA
@@ -275,9 +274,9 @@ def test_ours_computes_the_usual_input(name):
     odd = MODULES[name]
     _, swapped = pair(odd.make)
     x = torch.randn(odd.shape).to(odd.dtype)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         swapped(x)
-    assert any(call["level"] != dispatch_log.TORCH for call in calls)
+    assert any(call["level"] != _dispatch_log.TORCH for call in calls)
 
 
 @pytest.mark.parametrize("name", MHA)
@@ -316,10 +315,10 @@ def test_calls_of_rotary_functions(context):
 def test_a_refused_call_is_logged():
     norm = nn.RMSNorm(8)
     onepass.swap(norm)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         norm(torch.randn(3, 8, dtype=torch.complex64))
     (call,) = calls
-    assert call["level"] == dispatch_log.TORCH and "rms_norm" in call["kernel"]
+    assert call["level"] == _dispatch_log.TORCH and "rms_norm" in call["kernel"]
     assert "must have dtype" in call["reason"]
 
 

@@ -19,8 +19,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.hooks import RemovableHandle
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from tests.swap.test_rotary import apply_rotary_pos_emb
 
@@ -357,7 +356,7 @@ def differ(found, expected) -> bool:
 @pytest.mark.parametrize("name", MODULES)
 def test_ours_run_before_a_change(name):
     model, stock = made(name)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         found = results(model, name)
     assert any(not call["kernel"].startswith("torch") for call in calls)
     assert not differ(found, results(stock, name))
@@ -449,7 +448,7 @@ def test_a_change_of_an_attribute_counts(change):
     model = nn.Sequential(copy.deepcopy(stock))
     assert onepass.swap(model, probe=True).swapped
     for twin in (copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]):
-        with dispatch_log.record() as calls:
+        with _dispatch_log.record() as calls:
             twin(torch.randn(TOKENS, WIDTH))
         assert calls, "copies run ours"
         other = copy.deepcopy(stock).double()

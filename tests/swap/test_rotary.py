@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
@@ -26,7 +25,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 def count(run) -> int:
     """The number of rotations that ours computes in `run`."""
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] == "rotary_forward_kernel" for call in calls)
 
@@ -524,7 +523,7 @@ def test_small_calls_that_set_columns_apart_are_theirs(monkeypatch):
                 assert count(lambda a=tensors: model(*a)) == (tokens == least)
     tensors = heads(tokens=1, table_tokens=1)
     assert count(lambda: other(*tensors)) == 1
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         model(*tensors)
     (call,) = calls
     assert call["op"] == "rotary" and "too small to gain" in call["reason"]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass._policy import products, small_calls
 from tests.swap.foreign_norms import LayerNormOverridden
 
@@ -95,16 +95,16 @@ def test_the_record_tells_it():
 
     module = nn.LayerNorm(8)
     onepass.swap(module)
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         module(torch.randn(2, 8))
     (call,) = calls
     assert "too small to gain" in call["reason"]
-    assert dispatch_log.line(call) == (
+    assert _dispatch_log.line(call) == (
         "layer_norm (2 x 8, float32): torch.nn.functional.layer_norm, torch's own, 1 thread; "
         f"too small to gain: fewer elements than {TRAINING}"
     )
     module(torch.randn(2, 8))
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         pass
     assert not calls  # nothing is kept while recording is off
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_computes_the_same_again(reentrant, torchs_products):
     assert training < inference
     x = torch.randn(inference - 1, 64, 64, dtype=torch.bfloat16, requires_grad=True)
     plain = torch.autograd.grad(module(x).sum(), x)[0]
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         y = checkpoint(module, x, use_reentrant=reentrant)
         y.sum().backward()
     forwards = [call["kernel"] for call in calls if "backward" not in call["kernel"]]

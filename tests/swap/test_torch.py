@@ -112,7 +112,7 @@ def test_encoder_in_training_runs_the_swapped_modules():
     stock = copy.deepcopy(model)
     onepass.swap(model)
     x = torch.randn(2, 5, 16)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         y = model(x, src_key_padding_mask=PADDING)
     assert sum("norm" in call["op"] for call in calls) == 4
     expected = stock(x, src_key_padding_mask=PADDING)
@@ -205,7 +205,7 @@ def test_unswap_is_seen_by_compiled_code():
     x = torch.randn(3, 16)
     compiled(x)
     onepass.unswap(model)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         compiled(x)
     assert counter.frame_count == 2 and not calls
 
@@ -246,13 +246,13 @@ def test_symbolic_traces_call_what_was_swapped():
     traced = torch.fx.symbolic_trace(model).graph  # of stock
     expected = model(x)
     onepass.swap(model)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         swapped = model(x)
     graph_module = torch.fx.symbolic_trace(model)
     called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
     assert called >= {"norm", "foreign", "drop", "mha", "layer", "rms"}
     assert called - {"foreign"} == {node.target for node in traced.nodes if "module" in node.op}
-    with onepass._ops.dispatch_log.record() as traced_calls:
+    with onepass._dispatch_log.record() as traced_calls:
         assert torch.equal(graph_module(x), swapped)
     assert list(traced_calls) == list(calls)
     torch.testing.assert_close(swapped, expected)
@@ -372,7 +372,7 @@ def test_fully_shard_after_the_swap_works_and_forbids_unswap(group, torchs_produ
     fully_shard(model.norm, mesh=mesh)
     fully_shard(model, mesh=mesh)
     x = torch.randn(4, 16)
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         model(x).square().sum().backward()
     assert sum("backward" not in call["op"] for call in calls) == 2
     stock(x).square().sum().backward()
@@ -419,7 +419,7 @@ def test_distributed_tensors_run_our_forward(group, monkeypatch):
     expected = norm(x)
     for name, parameter in list(norm.named_parameters()):
         setattr(norm, name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()])))
-    with onepass._ops.dispatch_log.record() as calls:
+    with onepass._dispatch_log.record() as calls:
         y = norm(distribute_tensor(x, mesh, [Replicate()]))
     assert torch.equal(y.full_tensor(), expected)
     assert [(c["op"], "torch" in c["level"]) for c in calls] == [("layer_norm", False)]

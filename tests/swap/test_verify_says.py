@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log
 from onepass._policy import small_calls
 from onepass.compare.model import GPT, Sizes
 from onepass.swapping import classes
@@ -116,9 +116,9 @@ def test_a_gpt_with_dropout_is_verified_by_the_kernels_that_train_it(bounds):
     result = report.verify(tokens, tokens)
     assert result.ok and result.kernels["attention"] == 2 and result.kernels["dropout"] == 10
     assert "attention" not in result.larger_kernels and result.not_run == ()
-    with dispatch_log.record() as calls:
+    with _dispatch_log.record() as calls:
         model(tokens, tokens).backward()
-    trained = Counter(call["op"] for call in calls if call["level"] != dispatch_log.TORCH)
+    trained = Counter(call["op"] for call in calls if call["level"] != _dispatch_log.TORCH)
     assert result.kernels == trained
     model.eval()
     result = report.verify(tokens, tokens)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from onepass import _dispatch_log
 from onepass._compiling import constant_where_traced
-from onepass._ops import dispatch_log
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
@@ -86,8 +86,8 @@ def applied(function: type[torch.autograd.Function]) -> Callable:
 
 
 def _tell(function: type[torch.autograd.Function]) -> None:
-    if not torch.compiler.is_compiling() and dispatch_log.is_recording():
-        dispatch_log.leave(
+    if not torch.compiler.is_compiling() and _dispatch_log.is_recording():
+        _dispatch_log.leave(
             op=function.__name__.lstrip("_"),
             arguments="forward-mode differentiation",
             kernel="the definition in torch's operators",

@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from onepass._dispatch_log import logged
 from onepass._imported import is_dtensor
-from onepass._ops.dispatch_log import logged
 from onepass._ops.random import restores_rng_on_error
 
 Given = ParamSpec("Given")

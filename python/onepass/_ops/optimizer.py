@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from onepass._devices import refuse_fakes, refuse_meta, require_one_device
+from onepass._dispatch_log import logged
 from onepass._mapping import refuse_mapped
 from onepass._negative import refuse_where_written
-from onepass._ops.dispatch_log import logged
 
 _clip_grad_norm = torch.ops.onepass.clip_grad_norm.default
 _gradient_norm = torch.ops.onepass.gradient_norm.default

@@ -14,8 +14,8 @@ import os
 import torch
 from torch import Tensor
 
+from onepass import _dispatch_log
 from onepass._compiling import constant_where_traced
-from onepass._ops import dispatch_log
 
 TORCHS_FROM = (9, 0)
 # Head dimensions that torch's fused kernels take.
@@ -42,8 +42,8 @@ def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
         or not _leaves(query.device.index)
     ):
         return False
-    if not torch.compiler.is_compiling() and dispatch_log.is_recording():
-        dispatch_log.leave(
+    if not torch.compiler.is_compiling() and _dispatch_log.is_recording():
+        _dispatch_log.leave(
             op="scaled_dot_product_attention",
             arguments=f"{tuple(query.shape)} by {tuple(key.shape)}, {str(dtype)[6:]}",
             kernel="torch.nn.functional.scaled_dot_product_attention",

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from onepass import _dispatch_log
 from onepass._compiling import constant_where_traced
-from onepass._ops import dispatch_log, tracing
+from onepass._ops import tracing
 
 # Products that onepass computes faster although oneDNN has instructions, because oneDNN packs the
 # weight in each call. The bounds: SMALL_PRODUCT multiply-adds with SMALL_WEIGHT elements of weight,
@@ -128,9 +129,9 @@ def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) ->
 
 def leave(shape: Sequence[int], dtype: torch.dtype, reason: str) -> None:
     """Logs why torch computes a product of this input."""
-    if torch.compiler.is_compiling() or not dispatch_log.is_recording():
+    if torch.compiler.is_compiling() or not _dispatch_log.is_recording():
         return
-    dispatch_log.leave(
+    _dispatch_log.leave(
         op="linear",
         arguments=f"{tuple(shape)}, {str(dtype)[6:]}",
         kernel="torch.nn.functional.linear",

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from onepass import _C
+from onepass import _C, _dispatch_log
 from onepass._compiling import constant_where_traced
 from onepass._imported import is_dtensor
-from onepass._ops import dispatch_log, linear_loss, tracing
+from onepass._ops import linear_loss, tracing
 from onepass._policy import products
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -175,7 +175,7 @@ def norm_is_small(input: Tensor) -> bool:
     bound = _least(LEAST_NORM, input, torch.is_grad_enabled())
     if not bound or input.numel() >= bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         cols = input.shape[-1] if input.dim() else 1
         arguments = f"{input.numel() // max(cols, 1)} x {cols}"
         _tell("layer_norm", arguments, input, f"fewer elements than {bound}")
@@ -214,7 +214,7 @@ def linear_is_small(input: Tensor, weight: Tensor) -> bool:
     few = single or _are_few_rows(dtype, rows)
     if not few and rows * size >= bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         out_features, in_features = weight.shape
         least = 2 if single else LEAST_ROWS
         reason = f"rows than {least}" if few else f"multiply-adds than {bound}"
@@ -265,7 +265,7 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
     few = _are_few_rows(dtype, rows) or (rows == 1 and _is_fast_with_a_row(dtype, training))
     if not bound or (rows * size >= bound and not few):
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         arguments = f"{rows} x {columns} by {size // columns}"
         _tell("linear", arguments, weight, f"fewer multiply-adds than {bound}, or rows")
     return True
@@ -301,7 +301,7 @@ def gate_is_small(input: Tensor, project: nn.Module) -> bool:
     rows, cols = input.numel() // max(input.shape[-1], 1), getattr(project, "out_features", 0)
     if not bound or rows * cols >= bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         reason = f"fewer elements than {bound}"
         _tell("gate", f"{rows} x {cols}", input, reason, "the block's own forward")
     return True
@@ -319,7 +319,7 @@ def rotary_is_small(inputs: list[Tensor], dtype: torch.dtype) -> bool:
     bound = _least(LEAST_ROTARY, inputs[0], torch.is_grad_enabled(), dtype)
     if not bound or sum(x.numel() for x in inputs) >= bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         arguments = " and ".join(" x ".join(map(str, x.shape)) for x in inputs)
         reason = f"fewer elements than {bound}"
         _tell("rotary", arguments, inputs[0], reason, "the model's own function")
@@ -353,7 +353,7 @@ def loss_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
     logits, bound = rows * vocabulary(module), LEAST_LOSS_CALLS * _threads()
     if logits >= bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         _tell("cross_entropy", f"{rows} x {logits // rows}", tokens, f"fewer logits than {bound}")
     return True
 
@@ -373,7 +373,7 @@ def logits_are_few(input: Tensor, linear_weight: Tensor) -> bool:
         bound = max(bound + 2 * gradient, 3 * gradient) // 2
     if rows * words * input.itemsize > bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         arguments = f"{rows} x {width} by {words}"
         _tell("linear_cross_entropy", arguments, input, f"no more bytes of logits than {bound}")
     return True
@@ -432,7 +432,7 @@ def _attention_is_small(bounds: dict, module: nn.Module, args: tuple) -> bool:
         return False
     if module.training and _drops(module):
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         arguments = " x ".join(map(str, input.shape))
         reason = f"fewer elements times tokens than {bound}"
         _tell("scaled_dot_product_attention", arguments, input, reason)
@@ -467,7 +467,7 @@ def _has_fewer_elements(
     bound = _least(bounds, input, torch.is_grad_enabled())
     if not bound or input.numel() >= bound:
         return False
-    if dispatch_log.is_recording():
+    if _dispatch_log.is_recording():
         arguments = " x ".join(map(str, input.shape))
         _tell(function, arguments, input, f"fewer elements than {bound}", kernel)
     return True
@@ -480,10 +480,10 @@ def _threads() -> int:
 def _tell(
     function: str, arguments: str, input: Tensor, reason: str, kernel: str | None = None
 ) -> None:
-    dispatch_log.leave(
+    _dispatch_log.leave(
         op=function,
         arguments=f"{arguments}, {str(input.dtype)[6:]}",
         kernel=kernel or f"torch.nn.functional.{function}",
         threads=torch.get_num_threads(),
-        reason=f"{dispatch_log.TOO_SMALL}: {reason}",
+        reason=f"{_dispatch_log.TOO_SMALL}: {reason}",
     )

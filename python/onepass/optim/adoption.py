@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onepass._ops.dispatch_log import say
+from onepass._dispatch_log import say
 from onepass.optim import codes, masters, settings
 from onepass.optim.distributed import state_like
 from onepass.optim.flat_state import EMA, SCALE, Places, Request, is_signed, local

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onepass import _C
-from onepass._ops import dispatch_log
+from onepass import _C, _dispatch_log
 from onepass._ops import optimizer as _optimizer
 from onepass.optim.checks import refuse_freed
 
@@ -82,7 +81,7 @@ def clip_grad_norm_(
             plain = [g for g in gradients if _has_memory(g)]
             refuse_freed("clip_grad_norm_", "gradients", plain)
             reason = str(error).strip().partition("\n")[0]
-            dispatch_log.say(f"clip_grad_norm_: torch's own function, since {reason}")
+            _dispatch_log.say(f"clip_grad_norm_: torch's own function, since {reason}")
     return torch.nn.utils.clip_grad_norm_(
         parameters, max_norm, norm_type, error_if_nonfinite, foreach
     )

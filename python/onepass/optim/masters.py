@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass._ops.dispatch_log import say
+from onepass._dispatch_log import say
 from onepass.optim.flat_state import Table, local
 
 # By the names of the option: the state's key and dtype.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from onepass._ops.dispatch_log import say
+from onepass._dispatch_log import say
 from onepass.optim import codes, masters
 from onepass.optim.atomic import settled
 from onepass.optim.checks import check_shape

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass.swapping import probe
 from onepass.swapping.by_hand_call import call_of
 from onepass.swapping.scores import Form, Term
@@ -60,7 +59,7 @@ def _proof(form: Form, value: Tensor) -> str:
     seq_q, keys = form.query.shape[-2], math.prod((*form.lead, form.key.shape[-2]))
     count = max(1, min(_ROWS, seq_q, _MOST_SCORES // keys))
     # Hooks of its own: those of a checkpoint around the call count what is saved.
-    with probe.isolated(), dispatch_log.unrecorded(), _UNHOOKED, torch._C.DisableTorchFunction():
+    with probe.isolated(), _dispatch_log.unrecorded(), _UNHOOKED, torch._C.DisableTorchFunction():
         rows = torch.linspace(0, seq_q - 1, count, device="cpu").long()
         form = _of_rows(form, rows)
         random = torch.Generator("cpu").manual_seed(7)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._ops.decomposition import FORMULAS
 from onepass.swapping.probe import in_double
 from onepass.swapping.verification import distance, largest_of
@@ -39,9 +38,9 @@ class Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in FORMULAS:
             return func(*args, **kwargs)
-        with dispatch_log.record() as records:
+        with _dispatch_log.record() as records:
             result = func(*args, **kwargs)
-        ours = [record["op"] for record in records if record["level"] != dispatch_log.TORCH]
+        ours = [record["op"] for record in records if record["level"] != _dispatch_log.TORCH]
         if ours and len(self._errors.setdefault(ours[0], [])) < _MOST_CALLS:
             found = _errors(func, args, kwargs, result)
             self._errors[ours[0]] += [] if found is None else [found]

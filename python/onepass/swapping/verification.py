@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass import numerics
-from onepass._ops import dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass.swapping.report import grouped, preformatted
 
 _SMALL = 64  # numbers in a tensor below which one draw is not enough
@@ -56,13 +55,13 @@ class CallCounts:
 
     @classmethod
     def of(cls, records: list[dict]) -> CallCounts:
-        """From the records of `dispatch_log`."""
-        left = [record for record in records if record["level"] == dispatch_log.TORCH]
-        ours = [record for record in records if record["level"] != dispatch_log.TORCH]
+        """From the records of `_dispatch_log`."""
+        left = [record for record in records if record["level"] == _dispatch_log.TORCH]
+        ours = [record for record in records if record["level"] != _dispatch_log.TORCH]
         return cls(
             Counter(record["op"] for record in ours),
             Counter(f"{record['op']}, {record['reason']}" for record in left),
-            sum(record["reason"].startswith(dispatch_log.TOO_SMALL) for record in left),
+            sum(record["reason"].startswith(_dispatch_log.TOO_SMALL) for record in left),
         )
 
     def and_larger(self, again: CallCounts) -> CallCounts:

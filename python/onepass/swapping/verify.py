@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from onepass import _dispatch_log
 from onepass._batch import arguments, named_in_errors, takes
-from onepass._ops import dispatch_log
 from onepass._ops.norm import NormKind
 from onepass._policy import small_calls
 from onepass.reference import norm as reference
@@ -155,7 +155,7 @@ class _Pair:
         return found, calls
 
     def _recorded(self) -> tuple[Run, CallCounts]:
-        with dispatch_log.record() as records:
+        with _dispatch_log.record() as records:
             run = self._swapped()
         return run, CallCounts.of(records)
 
