@@ -496,7 +496,7 @@ def _self_tests() -> Iterator[Line]:
     }
 
     def dropout_verdict(fused: Callable, formula: Callable) -> tuple[bool, str]:
-        from onepass._ops.random import draw_seed
+        from onepass._random import draw_seed
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)

@@ -20,7 +20,7 @@ from onepass._ops.differentiation import (
 )
 from onepass._ops.entry import drawing_entry
 from onepass._ops.operator import Raw
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.reference.attention import attention as reference
 
 Options = dict[str, object]  # keywords of an operator
@@ -111,9 +111,8 @@ _operator = Raw(
     _definition,
     unless=("seed", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table"),
 )
-_operator_backward = Raw("attention_backward", _empty_gradients)
 _forward, _forward_check = _operator.op, _operator.check
-_backward = _operator_backward.op
+_backward = Raw("attention_backward", _empty_gradients).op
 run_each(_backward)
 
 # Tensor arguments of both after query, key and value: first those with gradients.

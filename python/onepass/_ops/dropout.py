@@ -12,7 +12,7 @@ from onepass._ops.decomposition import wide
 from onepass._ops.differentiation import is_differentiated_again
 from onepass._ops.entry import drawing_entry
 from onepass._ops.operator import Operator, Raw
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.reference import dropout as reference
 
 
@@ -54,7 +54,7 @@ class _Dropout(torch.autograd.Function):
         else:
             constants = (ctx.p, ctx.input_dtype)
             if is_differentiated_again():  # create_graph=True
-                dinput = differentiable_dropout(doutput, None, seed, constants)
+                dinput = _dropout.apply(doutput, None, seed, constants)
             else:
                 dinput = _dropout.forward.op(doutput, None, seed, *constants)
             dinput = like(dinput, doutput)
@@ -71,7 +71,6 @@ _dropout = Operator(
     _Dropout,
     ("input", "residual"),
 )
-differentiable_dropout = _dropout.apply  # of (input, residual, seed, (p, out_dtype))
 
 
 # ---- scaled branches -----------------------------------------------------------------------------

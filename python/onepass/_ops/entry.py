@@ -6,17 +6,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from onepass._dispatch_log import logged
 from onepass._imported import is_dtensor
-from onepass._ops.random import restores_rng_on_error
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+from onepass._random import Given, Result, restores_rng_on_error
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

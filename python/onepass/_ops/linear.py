@@ -14,7 +14,7 @@ from onepass._ops.derivatives import gradients_of, second_derivative
 from onepass._ops.differentiation import is_differentiated_again
 from onepass._ops.entry import drawing_entry, entry
 from onepass._ops.operator import Operator, Raw
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.reference import linear as reference
 from onepass.reference.dropout import dropped
 

@@ -36,6 +36,7 @@ _NONE, _MEAN = loss.REDUCTIONS["none"], loss.REDUCTIONS["mean"]
 # probabilities of 50,000 words are subnormal. A power of two, so it is exact.
 _FLOAT16_SCALE = 1024.0
 _FLOAT16_LARGEST = torch.finfo(torch.float16).max
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 @entry
@@ -65,10 +66,8 @@ def linear_cross_entropy(
         z_loss = constant(z_loss)
     tensors = (input, linear_weight, target, linear_bias, weight)
     options = (ignore_index, label_smoothing, softcap, z_loss, reduction)
-    dtypes = (cast, cast_weight, out_dtype)
-    if tracing.records():
-        return _traced(*tensors, *options, *dtypes)
-    return _compute(*tensors, *options, *dtypes)
+    compute = _traced if tracing.records() else _compute
+    return compute(*tensors, *options, cast, cast_weight, out_dtype)
 
 
 def _compute(input, linear_weight, target, linear_bias, weight, *options):
@@ -89,14 +88,13 @@ def _forward(input, linear_weight, linear_bias, target, weight, options, mask):
     gradients are scaled by; empty otherwise)."""
     *of_loss, reduction, cast, cast_weight, out_dtype = options
     input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias, cast, cast_weight)
-    dtype = input.dtype
+    dtype, total = input.dtype, 1.0
     accumulator = torch.float64 if dtype is torch.float64 else torch.float32
     unit = input.new_empty((0,), dtype=accumulator)
     if reduction == _NONE:
         mask = 0
-    total = 1.0
     tensors = (input, linear_weight, target, linear_bias, weight)
-    if not torch.compiler.is_compiling() and all(map(_is_plain, tensors)):
+    if not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, tensors)):
         fake_checks.check(_check, *tensors, *of_loss, None, 0)  # before torch reads a target
     if reduction == _MEAN:
         total = _total_weight(input, target, linear_weight, weight, of_loss[0])
@@ -113,10 +111,6 @@ def _forward(input, linear_weight, linear_bias, target, weight, options, mask):
     if reduction != _NONE:
         losses = _sum_in_order(losses) / total
     return losses.to(out_dtype or dtype), *gradients, unit
-
-
-def _is_plain(tensor) -> bool:
-    return tensor is None or type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _cast(input, linear_weight, linear_bias, cast, cast_weight):
@@ -302,18 +296,9 @@ _FEWEST_ROWS = 256
 
 
 def on_torchs_products(
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    dloss,
-    gradient_mask,
-):
+    input, linear_weight, target, linear_bias, weight,
+    ignore_index, label_smoothing, softcap, z_loss, dloss, gradient_mask,
+):  # fmt: skip
     """`onepass::linear_loss` composed of torch's products and the loss family's kernels."""
     tensors = (input, linear_weight, target, linear_bias, weight)
     options = (ignore_index, label_smoothing, softcap, z_loss)

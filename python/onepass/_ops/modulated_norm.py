@@ -13,13 +13,10 @@ from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of
 from onepass._ops.differentiation import constant
 from onepass._ops.entry import drawing_entry, entry
-from onepass._ops.norm import NormKind, empty_statistics, norm_options
-from onepass._ops.random import draw_seed
+from onepass._ops.norm import NormKind, norm_options, outputs
+from onepass._random import draw_seed
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropped, scaled
-
-# Defaults of the forward's last arguments, from weight_offset on.
-_DEFAULTS = (1.0, 0.0, None, False)
 
 
 @entry
@@ -69,25 +66,15 @@ def scaled_add_norm(
     return _run(tensors, normalized_shape, kind, eps, options)
 
 
-def _run(tensors, normalized_shape, kind, eps, options=_DEFAULTS):
-    """`tensors` are in the operator's order; `options` are its last arguments."""
+def _run(tensors, normalized_shape, kind, eps, options=(1.0, 0.0, None, False)):
+    """`tensors` are in the operator's order; `options` are its last arguments, from weight_offset
+    on, by default their defaults."""
     normalized_shape, eps, out_dtype = norm_options(tensors[0], normalized_shape, kind, eps)
     if torch.compiler.is_compiling():
         options = (constant(options[0]), *options[1:])
     return _modulated_norm.run(
         *tensors[:5], normalized_shape, kind, eps, out_dtype, False, *tensors[5:], *options
     )[:2]
-
-
-def _outputs(input, residual, normalized_shape, kind, out_dtype, save_statistics, residual_dtype):
-    stream = input if residual is None else residual
-    return (
-        input.new_empty(input.shape, dtype=out_dtype or input.dtype),
-        stream.new_empty(
-            (0,) if residual is None else input.shape, dtype=residual_dtype or stream.dtype
-        ),
-        *empty_statistics(input, normalized_shape, kind, save_statistics),
-    )
 
 
 def _definition(
@@ -147,7 +134,7 @@ def _derivative(
 
 _modulated_norm = differentiable(
     "modulated_norm",
-    _outputs,
+    outputs,
     _definition,
     _gradients,
     unless=("seed",),

@@ -14,7 +14,7 @@ from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import gradients_of
 from onepass._ops.differentiation import constant
 from onepass._ops.entry import drawing_entry
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.reference import norm as reference
 from onepass.reference.dropout import dropped
 
@@ -36,13 +36,6 @@ def default_eps(input: Tensor) -> float:
     return _DEFAULT_EPS_FLOAT64 if input.dtype is torch.float64 else _DEFAULT_EPS
 
 
-def autocast_dtype(input: Tensor, kind: NormKind) -> torch.dtype:
-    """The output's dtype under CUDA's autocast: the one that torch gives."""
-    # Dynamo traces the function that a cache wraps, and warns of each.
-    of = _cuda_autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
-    return of(input.dtype, kind)
-
-
 def norm_options(
     input: Tensor,
     normalized_shape,
@@ -60,7 +53,9 @@ def norm_options(
     elif tracing.is_tracing():
         normalized_shape = tracing.numbers(normalized_shape)
     if out_dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
-        out_dtype = autocast_dtype(input, kind)
+        # Dynamo traces the function that a cache wraps, and warns of each.
+        of = _autocast_dtype if torch.compiler.is_compiling() else _known_autocast_dtype
+        out_dtype = of(input.dtype, kind)
     return normalized_shape, eps, out_dtype
 
 
@@ -95,25 +90,20 @@ def norm(
     return output, residual_out if residual is not None else None
 
 
-def _outputs(input, residual, normalized_shape, kind, out_dtype, residual_dtype, save_statistics):
+def outputs(input, residual, normalized_shape, kind, out_dtype, residual_dtype, save_statistics):
+    """(output, residual_out, mean, rstd) without values; empty where there is none."""
     stream = input if residual is None else residual
-    return (
-        input.new_empty(input.shape, dtype=out_dtype or input.dtype),
-        input.new_empty(
-            (0,) if residual is None else input.shape, dtype=residual_dtype or stream.dtype
-        ),
-        *empty_statistics(input, normalized_shape, kind, save_statistics),
-    )
-
-
-def empty_statistics(input, normalized_shape, kind, save_statistics) -> tuple[Tensor, Tensor]:
-    """(mean, rstd) as a fake makes them; empty where they are not saved."""
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
     rows = input.shape[: input.dim() - len(normalized_shape)]
-    has_mean = save_statistics and kind != NormKind.RMS
-    return tuple(
-        input.new_empty(rows if is_saved else (0,), dtype=accumulator)
-        for is_saved in (has_mean, save_statistics)
+
+    def made(is_there, shape, dtype):
+        return input.new_empty(shape if is_there else (0,), dtype=dtype)
+
+    return (
+        made(True, input.shape, out_dtype or input.dtype),
+        made(residual is not None, input.shape, residual_dtype or stream.dtype),
+        made(save_statistics and kind != NormKind.RMS, rows, accumulator),
+        made(save_statistics, rows, accumulator),
     )
 
 
@@ -161,7 +151,7 @@ def _derivative(
 
 _norm = differentiable(
     "norm",
-    _outputs,
+    outputs,
     _definition,
     _gradients,
     unless=("seed",),
@@ -180,15 +170,12 @@ def _normalized(x, weight, bias, normalized_shape, kind, eps, weight_offset) -> 
     return reference.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-def _cuda_autocast_dtype(dtype: torch.dtype, kind: NormKind) -> torch.dtype:
-    """The dtype that torch's own norm returns under CUDA autocast, found by calling it."""
-    norms = {
-        NormKind.LAYER: torch.nn.functional.layer_norm,
-        NormKind.RMS: torch.nn.functional.rms_norm,
-    }
-    function = norms[kind]
+def _autocast_dtype(dtype: torch.dtype, kind: NormKind) -> torch.dtype:
+    """The dtype that torch's own norm returns under CUDA's autocast, found by calling it."""
+    rms = kind == NormKind.RMS
+    function = torch.nn.functional.rms_norm if rms else torch.nn.functional.layer_norm
     with torch.no_grad(), torch.autocast("cuda", enabled=True):
         return function(torch.zeros(1, 8, dtype=dtype, device="cuda"), (8,)).dtype
 
 
-_known_autocast_dtype = functools.cache(_cuda_autocast_dtype)
+_known_autocast_dtype = functools.cache(_autocast_dtype)

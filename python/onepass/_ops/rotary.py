@@ -24,8 +24,7 @@ from onepass._ops.norm import default_eps
 from onepass._ops.operator import Operator, Raw
 from onepass.reference import rotary as reference
 
-# Bits of rotary_backward's grad_mask.
-_QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8
+_QUERY, _KEY, _QUERY_WEIGHT, _KEY_WEIGHT = 1, 2, 4, 8  # bits of rotary_backward's grad_mask
 
 
 @entry
@@ -44,7 +43,7 @@ def rotary(
 ) -> tuple[Tensor, Tensor | None]:
     """query and key, (batch, heads, tokens, head_dim), rotated, each in its own memory order. One
     with a weight is rotated after the RMS norm of its rows."""
-    norms = _settled_norms(query, query_weight, key_weight, eps, weight_offset)
+    norms = _settled_norms(query, query_weight, key_weight, eps, weight_offset) or _NO_NORMS
     rotary_dim = _settled_dim(cos, rotary_dim)
     orders = is_bshd(query), key is not None and is_bshd(key)
     query_out, key_out = _rotary.run(
@@ -79,7 +78,10 @@ def rotary_inplace(
         if has_norms and torch.is_grad_enabled():
             # The backward of a norm reads the original rows.
             refuse_inplace("rotary_embedding", "with a weight where a gradient is required")
-    if tracing.records() or (differentiated and not _is_eager()):
+    if tracing.records() or (
+        differentiated
+        and (torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level >= 0)
+    ):
         # Modes that record calls then see torch's own copy_.
         rotated = rotary(query, key, *tables, *norms)
         for x, output in zip((query, key), rotated, strict=True):
@@ -108,24 +110,26 @@ def rotary_inplace(
             count_change(x)
 
 
+_NO_NORMS = (None, None, None, 0.0)
+
+
 def _settled_dim(cos: Tensor, rotary_dim: int | None) -> int:
-    if rotary_dim is not None:
-        return rotary_dim
-    return cos.shape[-1] if cos.dim() else 0
+    if rotary_dim is None:
+        rotary_dim = cos.shape[-1] if cos.dim() else 0
+    return rotary_dim
 
 
 def _settled_norms(query, query_weight, key_weight, eps, weight_offset) -> tuple:
-    """The last options of the operators."""
-    if eps is None and (query_weight is not None or key_weight is not None):
+    """The last options of the operators; empty if all are defaults."""
+    has_norms = query_weight is not None or key_weight is not None
+    if not has_norms and eps is None and weight_offset == 0.0:
+        return ()
+    if has_norms and eps is None:
         eps = default_eps(query)
     if torch.compiler.is_compiling():
         eps = None if eps is None else constant(eps)
         weight_offset = constant(weight_offset)
     return query_weight, key_weight, eps, weight_offset
-
-
-def _is_eager() -> bool:
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level < 0
 
 
 class _Rotary(torch.autograd.Function):

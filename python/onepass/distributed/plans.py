@@ -49,7 +49,7 @@ class Plan:
         wholes: of each gradient by its name, and of each result by its number: the placements, and
             of each dimension the size of the whole, None where it is that of the part.
         written: those of `gradients` that the call writes.
-        adjust: of `onepass._ops.random.adjusted`, the call's seeds.
+        adjust: of `onepass._random.adjusted`, the call's seeds.
     """
 
     mesh: DeviceMesh

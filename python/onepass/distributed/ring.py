@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from onepass._memory_order import empty_rows
 from onepass._ops.attention import BITS, DIFFERENTIABLE, Options
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.distributed.sequence import Chunk, chunks, place
 
 _forward = torch.ops.onepass.attention_forward.default

@@ -32,7 +32,7 @@ from torch.distributed.tensor import (
 )
 
 from onepass._imported import is_async
-from onepass._ops.random import adjusted
+from onepass._random import adjusted
 from onepass.distributed import plans
 from onepass.distributed.writes import Checked, Doubled, Writes
 

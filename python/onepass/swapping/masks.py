@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.functional.attention import _autocast
 from onepass.nn.dropout import _is_channels_last
 from onepass.reference import attention, dropout

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from onepass._ops.random import draw_seed
+from onepass._random import draw_seed
 from onepass.bench.case import Case, Operator
 from onepass.reference import dropout as reference
 
