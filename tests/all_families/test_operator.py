@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch
 
-from onepass._ops import gate, norm
+from onepass._ops import gate, linear, norm
 from onepass._ops.autograd import _Writer
 from onepass._ops.operator import Raw, written
 
@@ -45,6 +45,25 @@ def test_keywords_are_those_that_are_given():
 def test_the_source_is_what_runs():
     assert "return forward_op(gate, up, activation_kind, gate_last)" in gate._gate.source
     assert "is_one = needs[0] and needs[1]" in norm._norm.source
+
+
+def test_a_function_saves_what_its_backward_reads():
+    """Always, or where the declaration says so."""
+    assert "weight_offset, dropout_p, out_dtype, residual_dtype, True)" in norm._norm.source
+    source = linear._epilogue.source
+    assert "activation_kind, save_preactivation or (activation_kind != 0" in source
+    assert (
+        "return forward_op(input, weight, bias, residual, seed, dropout_p, activation_kind, "
+        "save_preactivation)" in source
+    )
+
+
+def test_an_operator_that_writes_into_its_arguments_is_refused_under_vmap():
+    raw = Raw.all["rotary_forward_inplace"]
+    assert raw.constants == ["rotary_dim", "interleaved", "eps", "weight_offset"]
+    x, table = torch.ones(2, 1, 1, 2, 2), torch.ones(2, 2)
+    with pytest.raises(RuntimeError, match="rotary_forward_inplace"):
+        torch.vmap(lambda x: raw(x, None, table, table, None, 2, True))(x)
 
 
 def test_tracebacks_show_the_source():
