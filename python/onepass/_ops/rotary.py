@@ -132,6 +132,9 @@ def _settled_norms(query, query_weight, key_weight, eps, weight_offset) -> tuple
     return query_weight, key_weight, eps, weight_offset
 
 
+_ABSENT = (None, None, None, None, False)  # a place, gradient, rows, weight, order
+
+
 class _Rotary(torch.autograd.Function):
     """Without norms a rotation is linear: its backward is the transposed rotation, and so on. The
     first gradient of two takes the place of the query, whichever is given and wanted."""
@@ -161,35 +164,31 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dquery, dkey):
         query, key, query_weight, key_weight, *tables = ctx.saved_tensors
-        rotary_dim, interleaved, transposed, *orders, eps, weight_offset = ctx.constants
+        *options, transposed, query_bshd, key_bshd, eps, weight_offset = (*tables, *ctx.constants)
         needs = ctx.needs_input_grad
         gradients = [None] * len(needs)
         given = [
             (place, d, x, weight, order)
-            for place, d, x, weight, order in zip(
-                range(2), (dquery, dkey), (query, key), (query_weight, key_weight), orders,
-                strict=True,
+            for place, d, x, weight, order in (
+                (0, dquery, query, query_weight, query_bshd),
+                (1, dkey, key, key_weight, key_bshd),
             )
             if d is not None and (needs[place] or needs[_WEIGHTS + place])
-        ]  # fmt: skip
+        ]
         if not given:
             return tuple(gradients)
-        (_, d, x, weight, order), (_, *second) = (*given, (None, None, None, None, False))[:2]
-        options = (*tables, rotary_dim, interleaved)
+        (_, d, x, weight, order), (_, d2, x2, weight2, order2) = (*given, _ABSENT)[:2]
         if query_weight is None and key_weight is None:
-            found = _turned(d, second[0], *options, not transposed, order, second[3])
+            found = _turned(d, d2, *options, not transposed, order, order2)
         else:
             mask = 0
             for bit, (place, *_) in enumerate(given):
-                mask |= (_QUERY << bit if needs[place] else 0) | (
-                    _QUERY_WEIGHT << bit if needs[_WEIGHTS + place] else 0
-                )
+                mask |= _QUERY << bit if needs[place] else 0
+                mask |= _QUERY_WEIGHT << bit if needs[_WEIGHTS + place] else 0
             # create_graph=True
             compute = _differentiable_backward if is_differentiated_again() else _backward.op
-            found = compute(
-                d, second[0], x, second[1], *options, order, second[3], weight, second[2],
-                eps, weight_offset, mask,
-            )  # fmt: skip
+            arguments = (d, d2, x, x2, *options, order, order2, weight, weight2)
+            found = compute(*arguments, eps, weight_offset, mask)
         for at, (place, *_) in enumerate(given):
             gradients[place] = found[at] if needs[place] else None
             if needs[_WEIGHTS + place]:
