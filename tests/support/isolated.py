@@ -8,6 +8,8 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable
 
+import torch
+
 
 def each(
     run: Callable[[str], object],
@@ -17,7 +19,8 @@ def each(
 ) -> dict:
     """{name: the JSON-able result of run(name), or how its process ended}.
 
-    One child runs all names in turn. Where it dies, another one goes on with the next name.
+    One child runs all names in turn. Where it dies, another one goes on with the next name. It has
+    one thread: OpenMP's others do not live on in a fork, and a parallel region would wait for them.
     prepare() is called in each child first: limits and settings that this process must not keep.
     """
     waiting, found = list(names), {}
@@ -38,6 +41,7 @@ def _child(run, names, seconds, prepare) -> tuple[dict, str]:
         code = 1
         try:
             os.close(read)
+            torch.set_num_threads(1)
             if prepare is not None:
                 prepare()
             with os.fdopen(write, "w") as pipe:
