@@ -12,7 +12,7 @@ import torch
 
 from tests.emulator import executors
 from tests.emulator.executors import cuda, emulator, executor  # noqa: F401
-from tests.support import costs, cpus, grids
+from tests.support import costs, cpus, grids, threads
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,13 @@ def swapped_run_ours(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_GATE", {})
     monkeypatch.setattr(small_calls, "LEAST_ROTARY", {})
     monkeypatch.setattr(small_calls, "LEAST_LOSS", {})
+
+
+@pytest.fixture
+def one_thread():
+    """For tests of what grows with threads: bounds of small calls, scratch of torch's operators."""
+    with threads.one_thread():
+        yield
 
 
 @pytest.fixture

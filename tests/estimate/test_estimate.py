@@ -81,6 +81,7 @@ def check_near(name: str, tiny: bool, **options):
 @pytest.mark.parametrize("swap", [False, True], ids=["stock", "swapped"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.grid
+@pytest.mark.usefixtures("one_thread")  # each has scratch of its own in torch's convolutions
 def test_a_tiny_model_is_near_what_is_measured(name, swap, checkpointing):
     check_near(name, True, swap=swap, checkpointing=checkpointing)
 

@@ -170,7 +170,7 @@ def test_activations(name, dtype):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_small_activations_are_transformers_own(name, training, monkeypatch):
+def test_small_activations_are_transformers_own(name, training, one_thread, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_ACTIVATION", LEAST)
     module = ACTIVATIONS[name][0]()
     (layer,) = (layer for layer in kernels.LAYERS if layer.name == name)

@@ -157,9 +157,10 @@ def test_any_strides_are_judged_right():
 
 
 def test_nothing_is_allocated():
-    """Except a thread's lines of cos and sin."""
+    """Except each thread's lines of cos and sin."""
     query, key, *tables = Case(batch=3, tokens=64, heads=8, head_dim=64).tensors().values()
-    assert allocated(RAW, query, key, *tables, None, 64, False) < query.nbytes / 4
+    lines = torch.get_num_threads() * sum(table.nbytes for table in tables)
+    assert allocated(RAW, query, key, *tables, None, 64, False) < lines + 1024 < query.nbytes
     tables = [table[:, :0] for table in tables]
     assert allocated(RAW, query, key, *tables, None, 0, False) == 0
 

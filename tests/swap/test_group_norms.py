@@ -291,7 +291,7 @@ def test_a_group_of_one_element_is_refused_as_by_torch():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("silu", [True, False])
-def test_the_bounds(silu, dtype, training, monkeypatch):
+def test_the_bounds(silu, dtype, training, one_thread, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_GROUP_NORM", LEAST[0])
     monkeypatch.setattr(small_calls, "LEAST_ACTIVATED", LEAST[1])
     model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU() if silu else nn.ReLU()).to(dtype)

@@ -188,7 +188,7 @@ def test_small_products_beside_onednn_gain_in_layers_alone(monkeypatch):
     assert [entry["name"] for entry in report.swapped] == ["1"]
 
 
-def test_small_calls_run_their_own_forward(monkeypatch):
+def test_small_calls_run_their_own_forward(one_thread, monkeypatch):
     """By the rows of the largest tensor, and the largest weight of the module."""
     monkeypatch.setattr(small_calls, "LEAST_LINEAR_CALLS", LEAST)
     modes = []
@@ -221,7 +221,7 @@ def test_small_calls_run_their_own_forward(monkeypatch):
     assert modes == [0]
 
 
-def test_rows_are_shared_by_a_stack_of_experts(monkeypatch):
+def test_rows_are_shared_by_a_stack_of_experts(one_thread, monkeypatch):
     module = Experts(experts=8)
     swap(module)
     work = 2 * 16**2  # of one row with one expert

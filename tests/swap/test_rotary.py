@@ -509,7 +509,7 @@ class PassingApart(nn.Module):
         return set_apart(*args)
 
 
-def test_small_calls_that_set_columns_apart_are_theirs(monkeypatch):
+def test_small_calls_that_set_columns_apart_are_theirs(one_thread, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_ROTARY", LEAST)
     model, other = PassingApart(), Passing()
     note = small_calls.ROTARY_NOTE

@@ -20,7 +20,7 @@ TRAINING, INFERENCE = LEAST[torch.float32]
 
 
 @pytest.fixture(autouse=True)
-def real_bounds(swapped_run_ours, monkeypatch):
+def real_bounds(swapped_run_ours, one_thread, monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST)
     monkeypatch.setattr(small_calls, "LEAST_ATTENTION", LEAST_ATTENTION)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", LEAST_LINEAR)
