@@ -14,7 +14,9 @@ hides a scaling error of 0.4 %, so a 16-bit result of many elements must be unbi
 Many are 2,048, counted as (sum|ref|)^2 / sum(ref^2): where a few large ones are nearly all of the
 mean, their rounding errors do not cancel. 4,096 normally distributed elements count as 2,608.
 
-If one draw has too few elements (a single column, say), pass lists of draws: they are pooled.
+If one draw has too few elements (a single column, say), pass lists of draws: they are pooled. The
+order of torch's sums depends on its threads, and with it the error of a sum of a few rows, up to
+twofold: swap's probe and the tests compute `base` on one.
 """
 
 from __future__ import annotations
