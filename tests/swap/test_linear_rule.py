@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass import _dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
@@ -124,4 +124,6 @@ def test_an_export_keeps_dynamic_rows(monkeypatch):
             layer, (torch.randn(2, 48, 64),), dynamic_shapes={"input": dict(enumerate(sizes))}
         )
     x = torch.randn(3, 5, 64)
-    assert torch.equal(program.module()(x), layer(x))
+    exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    # Small calls are torch's in the module alone, and its sums have another order.
+    numerics.assert_close(program.module()(x), exact, layer(x))
