@@ -1,6 +1,6 @@
 """`make test-cpus`: the tests that another CPU could fail, on each CPU that this one can imitate.
 
-    python -m tests.support.cpus [--only NAME ...] [arguments of pytest]
+    python -m tests.support.cpus [--only NAME]... [arguments of pytest]
 
 A name of `MACHINES` sets what the machine looks like: to onepass (its kernels' level, the vendor),
 to torch's own kernels and to oneDNN. MKL chooses by the real CPU, except for the baseline. Run are
@@ -97,12 +97,12 @@ def main() -> int:
     from onepass._policy import products
 
     parser = argparse.ArgumentParser(prog="make test-cpus", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=list(MACHINES), choices=MACHINES)
+    parser.add_argument("--only", action="append", choices=MACHINES)
     options, rest = parser.parse_known_args()
     print(f"this CPU: level {_C.cpu_level()}, {products.facts()}")
     results: dict[str, str] = {}
     failed = False
-    for name in options.only:
+    for name in options.only or MACHINES:
         machine = MACHINES[name]
         if machine.level and machine.level not in _C.cpu_levels():
             results[name] = f"not run: this CPU has no level {machine.level}"
