@@ -356,6 +356,18 @@ def test_no_proof_fails_by_chance(monkeypatch):
         assert not fate(ours).reason, (seed, fate(ours).reason)
 
 
+@pytest.mark.parametrize("std", [0.02, 0.3])
+def test_many_keys_with_small_scores_are_taken(std, monkeypatch):
+    """As of a model that is not trained yet."""
+    monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
+    _, ours = swapped(cases.Shortest)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=std)
+    with torch.no_grad():
+        ours(torch.randn(1, 4096, cases.WIDTH))
+    assert fate(ours).taken == 1 and not fate(ours).reason, fate(ours).reason
+
+
 def test_branch_that_runs():
     """A class with both branches is taken by the one that runs, and can change it."""
     stock, ours = swapped(cases.TwoBranches)
