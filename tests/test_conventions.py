@@ -264,7 +264,9 @@ def declared_ops() -> list[str]:
 
 def test_every_schema_of_the_sources_is_registered():
     text = "".join(file.read_text().partition("_operators() {")[2] for file in declaring())
-    written = set(re.findall(r'entry<[^"]*>\(\s*"(\w+)', text))
+    written = set()
+    for functions, name in re.findall(r'entry<([^"]*)>\(\s*"(\w+)', text):
+        written |= {name, f"{name}_check"} if "," in functions else {name}
     assert {f"onepass::{name}" for name in written} == set(declared_ops())
 
 
@@ -351,13 +353,12 @@ def test_every_checked_argument_has_a_message_tested_by_name():
         file.read_text() for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)
     )
     checks = (
-        r'checked\.(?:tensor|dtype)\(\s*"(\w+)"',
+        r'checked(?:\(\))?\.(?:tensor|tensor_of|dtype|dropout)\(\s*"(\w+)"',
         r'CheckedAgainst checked\(op, "(\w+)"',
-        r'require_(?:probability|dtype)\(\w+, "(\w+)"',
-        r'check_statistics\("(\w+)"',
+        r'require_(?:probability|choice|dtype)\(\w+, "(\w+)"',
         r'": (\w+) must ',
         r'\b(?:input_of|row_tensor|product)\(\w+, "(\w+)"',
-        r'\b(?:index|cumulative|longest|whole|like_query|writable)\("(\w+)"',
+        r'\b(?:index|cumulative|longest|whole|window|like_query|check_lse|writable)\("(\w+)"',
     )
     names = set()
     for file in (CSRC / "ops").iterdir():

@@ -18,21 +18,18 @@ AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tens
       packed_(options.cu_seq_q.has_value()),
       paged_(options.block_table.has_value()),
       keys_(keys),
+      key_name_(keys == AttentionKeys::kOwn ? "key" : "k_cache"),
+      value_name_(keys == AttentionKeys::kOwn ? "value" : "v_cache"),
       query_(input_of(op, "query", query)),
       checked_(op, "query", query_) {
-  const bool own = keys == AttentionKeys::kOwn;
-  shapes(input_of(op, own ? "key" : "k_cache", key),
-         input_of(op, own ? "value" : "v_cache", value));
+  shapes(input_of(op, key_name_, key), input_of(op, value_name_, value));
   check_score_options(op, checked_, options, args_);
   positions();
 }
 
 void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
   const auto given = [](const OptionalTensor& tensor) { return tensor ? "one" : "none"; };
-  const bool own = keys_ == AttentionKeys::kOwn;
-  const char* const key_name = own ? "key" : "k_cache";
-  const char* const value_name = own ? "value" : "v_cache";
-  if (own) {
+  if (keys_ == AttentionKeys::kOwn) {
     require(packed_ || !paged_, op_, ": cu_seq_q must be given with block_table, got none");
     require(options_.seqused_k || !paged_, op_,
             ": seqused_k must be given with block_table, got none");
@@ -45,18 +42,18 @@ void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
   const int64_t query_dims = packed_ ? 3 : 4;
   const int64_t key_dims = packed_ && !paged_ ? 3 : 4;
   require(query_.dims == query_dims, op_, ": query must have ", query_dims, " dimensions, got ",
-          shape_of(query_));
-  require(key.dims == key_dims, op_, ": ", key_name, " must have ", key_dims, " dimensions, got ",
-          shape_of(key));
+          query_);
+  require(key.dims == key_dims, op_, ": ", key_name_, " must have ", key_dims, " dimensions, got ",
+          key);
   args_.heads = query_.sizes[1];
   args_.kv_heads = key.sizes[paged_ ? 2 : 1];
   args_.head_dim = query_.sizes[query_dims - 1];
   require(args_.head_dim >= 1 && args_.head_dim <= kMaxHeadDim, op_,
           ": query must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.head_dim);
-  require(args_.kv_heads > 0 || args_.heads == 0, op_, ": ", key_name,
+  require(args_.kv_heads > 0 || args_.heads == 0, op_, ": ", key_name_,
           " must have at least one head, got 0");
   require(args_.kv_heads == 0 || (args_.heads > 0 && args_.heads % args_.kv_heads == 0), op_,
-          ": query must have a multiple of the ", args_.kv_heads, " heads of ", key_name, ", got ",
+          ": query must have a multiple of the ", args_.kv_heads, " heads of ", key_name_, ", got ",
           args_.heads);
   sequences(key);
   int64_t shape[4];
@@ -64,11 +61,11 @@ void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
   if (!packed_ && !paged_ && keys_ != AttentionKeys::kAnyCache) shape[0] = args_.batch;
   shape[key_dims - 1] = args_.head_dim;
   args_.dtype = checked_.first_dtype();
-  like_query(key_name, key, shape, key_dims);
+  like_query(key_name_, key, Shape(shape, key_dims));
   shape[key_dims - 1] = value.dims == key_dims ? value.sizes[key_dims - 1] : args_.head_dim;
-  like_query(value_name, value, shape, key_dims);
+  like_query(value_name_, value, Shape(shape, key_dims));
   args_.value_dim = shape[key_dims - 1];
-  require(args_.value_dim >= 1 && args_.value_dim <= kMaxHeadDim, op_, ": ", value_name,
+  require(args_.value_dim >= 1 && args_.value_dim <= kMaxHeadDim, op_, ": ", value_name_,
           " must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.value_dim);
 }
 
@@ -77,8 +74,7 @@ void AttentionChecks::sequences(const TensorInfo& key) {
   if (packed_) {
     const TensorInfo ends = input_of(op_, "cu_seq_q", *options_.cu_seq_q);
     require(ends.dims == 1 && ends.sizes[0] > 0, op_,
-            ": cu_seq_q must have one dimension and an element more than sequences, got ",
-            shape_of(ends));
+            ": cu_seq_q must have one dimension and an element more than sequences, got ", ends);
     args_.batch = ends.sizes[0] - 1;
     args_.total_q = query_.sizes[0];
     args_.seq_q = options_.max_q;
@@ -121,25 +117,24 @@ void AttentionChecks::sequences(const TensorInfo& key) {
   args_.whole_k = options_.max_k ? options_.max_k : args_.seq_k;
 }
 
-void AttentionChecks::like_query(const char* name, const TensorInfo& info, const int64_t* shape,
-                                 int64_t dims) const {
+void AttentionChecks::like_query(const char* name, const TensorInfo& info,
+                                 const Shape& shape) const {
   const DType dtype = require_dtype(op_, name, info.scalar_type);
-  require(dtype == args_.dtype, op_, ": ", name, " must have dtype ", name_of(args_.dtype),
-          " like query, got ", name_of(dtype));
-  checked_.tensor(name, info, shape, dims);
+  require(dtype == args_.dtype, op_, ": ", name, " must have dtype ", args_.dtype,
+          " like query, got ", dtype);
+  checked_.tensor(name, info, shape);
 }
 
 void AttentionChecks::index(const char* name, const OptionalTensor& tensor, int64_t rows,
                             int64_t cols) const {
   if (!tensor) return;
   const TensorInfo info = input_of(op_, name, *tensor);
-  const int64_t shape[] = {rows, cols};
-  const int64_t dims = cols < 0 ? 1 : 2;
-  require(is_int32(info.scalar_type) && info.dims == dims &&
-              std::equal(shape, shape + dims, info.sizes) && info.device == query_.device,
-          op_, ": ", name, " must be an int32 tensor of shape ", Shape{shape, dims}, " on ",
-          query_.device, ", got ", shape_of(info), " of ", TypeName{info.scalar_type}, " on ",
-          info.device);
+  const int64_t sizes[] = {rows, cols};
+  const Shape shape(sizes, cols < 0 ? 1 : 2);
+  require(
+      is(ScalarType::Int, info.scalar_type) && Shape(info) == shape && info.device == query_.device,
+      op_, ": ", name, " must be an int32 tensor of shape ", shape, " on ", query_.device, ", got ",
+      info, " of ", TypeName{info.scalar_type}, " on ", info.device);
 }
 
 void AttentionChecks::positions() {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ops/attention_options.h"
-#include "ops/check.h"
+#include "ops/rows.h"
 
 namespace onepass {
 
@@ -48,8 +48,7 @@ class AttentionChecks {
   // An int32 tensor of shape (rows,) or (rows, cols), if there is one.
   void index(const char* name, const OptionalTensor& tensor, int64_t rows, int64_t cols = -1) const;
   // Of query's dtype.
-  void like_query(const char* name, const TensorInfo& info, const int64_t* shape,
-                  int64_t dims) const;
+  void like_query(const char* name, const TensorInfo& info, const Shape& shape) const;
   // The pages of a sequence that hold its keys [first, last).
   void pages(const Attention& args, int64_t batch, int64_t first, int64_t last) const;
 
@@ -65,6 +64,8 @@ class AttentionChecks {
   const bool packed_;
   const bool paged_;
   const AttentionKeys keys_;
+  const char* const key_name_;
+  const char* const value_name_;
   const TensorInfo query_;
   const CheckedAgainst checked_;
   Attention args_{};
@@ -72,5 +73,35 @@ class AttentionChecks {
   int64_t pages_ = 0;
   int64_t max_pages_ = 0;
 };
+
+// ---- how the operators find the rows of their tensors, and allocate gradients -------------------
+
+// A tensor whose last dimension is not dense is copied, any other is read in place.
+inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
+  TensorInfo info = info_of(tensor);
+  const void* data = tensor.const_data_ptr();
+  if (info.sizes[info.dims - 1] != 1 && info.strides[info.dims - 1] != 1) {
+    copies.push_back(contiguous_copy(tensor));
+    info = info_of(copies.back());
+    data = copies.back().const_data_ptr();
+  }
+  const auto stride = [&](int64_t d) { return info.sizes[d] == 1 ? 0 : info.strides[d]; };
+  void* const rows = const_cast<void*>(data);
+  switch (layout) {
+    case AttentionLayout::kPacked:
+      return {rows, 0, stride(1), stride(0)};
+    case AttentionLayout::kPaged:
+      return {rows, stride(0), stride(2), stride(1)};
+    default:
+      return {rows, stride(0), stride(1), stride(2)};
+  }
+}
+
+// The gradient of `tensor`, of size 0 if it is not wanted.
+inline Tensor empty_gradient(bool wanted, const Tensor& tensor, bool bshd) {
+  const TensorInfo info = info_of(tensor);
+  const DType dtype = *dtype_of(info.scalar_type);
+  return wanted ? empty_rows(info, dtype, info.device, bshd) : empty_1d(0, dtype, info.device);
+}
 
 }  // namespace onepass

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/attention_memory.h"
+#include "ops/attention_checks.h"
 #include "ops/library.h"
 #include "ops/runtime.h"
 
@@ -58,10 +58,10 @@ class DecodeCall {
       new_rows(*append);
       rotary(*append);
     }
-    args_.seqused_k = elements_of<int32_t>(options.cache_seqlens, copies_);
-    args_.block_table = elements_of<int32_t>(options.block_table, copies_);
-    args_.cache_batch_idx = elements_of<int32_t>(options.cache_batch_idx, copies_);
-    args_.cache_leftpad = elements_of<int32_t>(options.cache_leftpad, copies_);
+    args_.seqused_k = dense_data_of<int32_t>(options.cache_seqlens, copies_);
+    args_.block_table = dense_data_of<int32_t>(options.block_table, copies_);
+    args_.cache_batch_idx = dense_data_of<int32_t>(options.cache_batch_idx, copies_);
+    args_.cache_leftpad = dense_data_of<int32_t>(options.cache_leftpad, copies_);
     if (reads_lengths()) {
       lengths();
       if (args_.new_rows > 0) written_once();
@@ -72,8 +72,8 @@ class DecodeCall {
                                 const Append* append) {
     const TensorInfo& shape = checks_.query();
     const int64_t sizes[] = {args_.batch, args_.heads, args_.seq_q, args_.value_dim};
-    Tensor output = empty_rows(sizes, 4, args_.dtype, shape.device, options_.out_bshd);
-    Tensor lse = empty(sizes, 3, DType::kFloat32, shape.device);
+    Tensor output = empty_rows(sizes, args_.dtype, shape.device, options_.out_bshd);
+    Tensor lse = empty(Shape(sizes, 3), DType::kFloat32, shape.device);
     args_.key = rows_of(k_cache, checks_.key_layout(), copies_);
     args_.value = rows_of(v_cache, checks_.key_layout(), copies_);
     // Inputs that lie in a cache are copied before that is written.
@@ -87,8 +87,8 @@ class DecodeCall {
     if (append != nullptr) {
       args_.new_key = outside(append->key);
       args_.new_value = outside(append->value);
-      args_.rotary_cos = elements_of<void>(append->rotary.rotary_cos, copies_);
-      args_.rotary_sin = elements_of<void>(append->rotary.rotary_sin, copies_);
+      args_.rotary_cos = dense_data_of(append->rotary.rotary_cos, copies_);
+      args_.rotary_sin = dense_data_of(append->rotary.rotary_sin, copies_);
     }
     if (args_.batch * args_.heads > 0 && args_.seq_q + args_.new_rows > 0) {
       args_.output = rows_of(output, AttentionLayout::kDense, copies_);
@@ -121,18 +121,13 @@ class DecodeCall {
   static bool meet(const Tensor& a, const Tensor& b) {
     const auto range = [](const Tensor& tensor) {
       const TensorInfo info = info_of(tensor);
-      int64_t last = 0;
-      for (int64_t d = 0; d < info.dims; ++d) {
-        if (info.sizes[d] == 0) return std::pair<uintptr_t, uintptr_t>{0, 0};
-        last += (info.sizes[d] - 1) * info.strides[d];
-      }
-      const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-      const int64_t bytes = (last + 1) * size_of(*dtype_of(info.scalar_type));
-      return std::pair<uintptr_t, uintptr_t>{begin, begin + static_cast<uintptr_t>(bytes)};
+      const int64_t bytes = *extent_of(info, info.strides) * element_size_of(info.scalar_type);
+      const char* const begin = static_cast<const char*>(tensor.const_data_ptr());
+      return std::pair{begin, begin + bytes};
     };
     const auto [begin_a, end_a] = range(a);
     const auto [begin_b, end_b] = range(b);
-    return begin_a < end_b && begin_b < end_a;
+    return begin_a < end_a && begin_b < end_b && begin_a < end_b && begin_b < end_a;
   }
 
   // Rows are written where they lie, so that no copy can stand in for a cache.
@@ -149,12 +144,12 @@ class DecodeCall {
 
   void new_rows(const Append& append) {
     const TensorInfo key = input_of(op_, "key", append.key);
-    require(key.dims == 4, op_, ": key must have 4 dimensions, got ", shape_of(key));
+    require(key.dims == 4, op_, ": key must have 4 dimensions, got ", key);
     args_.new_rows = key.sizes[2];
     const int64_t of_key[] = {args_.batch, args_.kv_heads, args_.new_rows, args_.head_dim};
     const int64_t of_value[] = {args_.batch, args_.kv_heads, args_.new_rows, args_.value_dim};
-    checks_.like_query("key", key, of_key, 4);
-    checks_.like_query("value", input_of(op_, "value", append.value), of_value, 4);
+    checks_.like_query("key", key, of_key);
+    checks_.like_query("value", input_of(op_, "value", append.value), of_value);
   }
 
   void rotary(const Append& append) {
@@ -164,18 +159,16 @@ class DecodeCall {
     if (!append.rotary.rotary_cos) return;
     const TensorInfo cos = input_of(op_, "rotary_cos", *append.rotary.rotary_cos);
     const TensorInfo sin = input_of(op_, "rotary_sin", *append.rotary.rotary_sin);
-    require(cos.dims == 2, op_, ": rotary_cos must have 2 dimensions, got ", shape_of(cos));
+    require(cos.dims == 2, op_, ": rotary_cos must have 2 dimensions, got ", cos);
     require(2 * cos.sizes[1] <= args_.head_dim, op_,
             ": rotary_cos must have at most head_dim / 2 columns, ", args_.head_dim / 2, ", got ",
             cos.sizes[1]);
     args_.rotary_dtype = require_dtype(op_, "rotary_cos", cos.scalar_type);
     require(args_.rotary_dtype == DType::kFloat32 || args_.rotary_dtype == args_.dtype, op_,
-            ": rotary_cos must have dtype float32 or query's ", name_of(args_.dtype), ", got ",
-            name_of(args_.rotary_dtype));
+            ": rotary_cos must have dtype float32 or query's ", args_.dtype, ", got ",
+            args_.rotary_dtype);
     checks_.checked().device("rotary_cos", cos);
-    const DType of_sin = checks_.checked().tensor("rotary_sin", sin, cos.sizes, 2);
-    require(of_sin == args_.rotary_dtype, op_, ": rotary_sin must have dtype ",
-            name_of(args_.rotary_dtype), " like rotary_cos, got ", name_of(of_sin));
+    checks_.checked().tensor_of("rotary_sin", sin, cos, args_.rotary_dtype, "rotary_cos");
     args_.rotary_dim = 2 * cos.sizes[1];
     args_.rotary_interleaved = append.rotary.rotary_interleaved;
     args_.rotary_by_row = options_.window_left >= 0 || options_.window_right >= 0;
@@ -284,13 +277,9 @@ class DecodeCall {
   }
 
   Dispatch describe() const {
-    std::ostringstream text;
-    describe_heads(text, args_);
-    text << ", " << args_.seq_q << " queries x up to " << longest() << " keys";
-    if (args_.new_rows > 0) text << ", " << args_.new_rows << " of them new";
-    describe_terms(text, args_);
-    if (args_.rotary_cos) text << ", rotary " << args_.rotary_dim;
-    return {.op = op_, .arguments = text.str()};
+    return described(op_, text_of_heads(args_), ", ", args_.seq_q, " queries x up to ", longest(),
+                     " keys", when(args_.new_rows > 0, ", ", args_.new_rows, " of them new"),
+                     text_of_terms(args_), when(args_.rotary_cos, ", rotary ", args_.rotary_dim));
   }
 
   const char* op_;
@@ -306,56 +295,46 @@ class DecodeCall {
 
 // ---- the operators -----------------------------------------------------------------------------
 
-constexpr const char* kDecode = "attention_decode";
-constexpr const char* kAppend = "attention_decode_append";
+DecodeCall check_decode(const DecodeOptions& options, const Tensor& query, const Tensor& k_cache,
+                        const Tensor& v_cache) {
+  return {"attention_decode", query, k_cache, v_cache, options, nullptr};
+}
 
 std::tuple<Tensor, Tensor> decode(const DecodeOptions& options, const Tensor& query,
                                   const Tensor& k_cache, const Tensor& v_cache) {
-  return DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr)
-      .run(query, k_cache, v_cache, nullptr);
+  return check_decode(options, query, k_cache, v_cache).run(query, k_cache, v_cache, nullptr);
 }
 
-void decode_check(const DecodeOptions& options, const Tensor& query, const Tensor& k_cache,
-                  const Tensor& v_cache) {
-  DecodeCall(kDecode, query, k_cache, v_cache, options, nullptr);
+DecodeCall check_append(const AppendOptions& options, const Tensor& query, const Tensor& k_cache,
+                        const Tensor& v_cache, const Tensor& key, const Tensor& value) {
+  const Append append{key, value, options};
+  return {"attention_decode_append", query, k_cache, v_cache, options, &append};
 }
 
 std::tuple<Tensor, Tensor> append(const AppendOptions& options, const Tensor& query,
                                   const Tensor& k_cache, const Tensor& v_cache, const Tensor& key,
                                   const Tensor& value) {
   const Append append{key, value, options};
-  return DecodeCall(kAppend, query, k_cache, v_cache, options, &append)
+  return check_append(options, query, k_cache, v_cache, key, value)
       .run(query, k_cache, v_cache, &append);
-}
-
-void append_check(const AppendOptions& options, const Tensor& query, const Tensor& k_cache,
-                  const Tensor& v_cache, const Tensor& key, const Tensor& value) {
-  const Append append{key, value, options};
-  DecodeCall(kAppend, query, k_cache, v_cache, options, &append);
 }
 
 }  // namespace
 
-#define ONEPASS_DECODE_SCHEMA \
-  ", *" ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS) ONEPASS_SCHEMA(ONEPASS_DECODE_OPTIONS)
-#define ONEPASS_APPEND_SCHEMA \
-  ", Tensor key, Tensor value" ONEPASS_DECODE_SCHEMA ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS)
+#define ONEPASS_DECODE_ARGUMENTS \
+  ONEPASS_SCHEMA(ONEPASS_SCORE_OPTIONS) ONEPASS_SCHEMA(ONEPASS_DECODE_OPTIONS)
 
 OperatorList attention_decode_operators() {
   return {
-      entry<&Packed<&decode>::call>(
-          "attention_decode(Tensor query, Tensor k_cache, Tensor v_cache" ONEPASS_DECODE_SCHEMA
-          ") -> (Tensor output, Tensor lse)"),
-      entry<&Packed<&decode_check>::call>("attention_decode_check(Tensor query, Tensor k_cache, "
-                                          "Tensor v_cache" ONEPASS_DECODE_SCHEMA ") -> ()",
-                                          true),
-      entry<&Packed<&append>::call>(
-          "attention_decode_append(Tensor query, Tensor(a!) k_cache, Tensor(b!) "
-          "v_cache" ONEPASS_APPEND_SCHEMA ") -> (Tensor output, Tensor lse)"),
-      entry<&Packed<&append_check>::call>(
-          "attention_decode_append_check(Tensor query, Tensor k_cache, Tensor "
-          "v_cache" ONEPASS_APPEND_SCHEMA ") -> ()",
-          true),
+      entry<&decode, &check_decode>(
+          "attention_decode",
+          "Tensor query, Tensor k_cache, Tensor v_cache, *" ONEPASS_DECODE_ARGUMENTS,
+          "(Tensor output, Tensor lse)"),
+      entry<&append, &check_append>(
+          "attention_decode_append",
+          "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, Tensor value, "
+          "*" ONEPASS_DECODE_ARGUMENTS ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS),
+          "(Tensor output, Tensor lse)"),
   };
 }
 

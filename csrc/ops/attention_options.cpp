@@ -1,23 +1,28 @@
 #include "ops/attention_options.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
-#include "ops/attention_memory.h"
-#include "ops/check.h"
+#include "ops/attention_checks.h"
 #include "ops/runtime.h"
 
 namespace onepass {
 namespace {
 
+// Whether the sizes are those of `full`, or 1 in its first `broadcast` dimensions.
+bool fits(const Shape& sizes, const Shape& full, int64_t broadcast) {
+  bool found = sizes.dims == full.dims;
+  for (int64_t d = 0; found && d < full.dims; ++d) {
+    found = sizes.sizes[d] == full.sizes[d] || (d < broadcast && sizes.sizes[d] == 1);
+  }
+  return found;
+}
+
 void check_broadcast(const char* op, const char* name, const CheckedAgainst& checked,
                      const Attention& args, const TensorInfo& info) {
   const int64_t full[] = {args.batch, args.heads, args.seq_q, args.seq_k};
-  bool fits = info.dims == 4 && info.sizes[3] == full[3];
-  for (int64_t d = 0; fits && d < 3; ++d) fits = info.sizes[d] == full[d] || info.sizes[d] == 1;
-  require(fits, op, ": ", name, " must have shape ", Shape{full, 4},
-          " or 1 in place of all sizes but the last, got ", shape_of(info));
+  require(fits(info, full, 3), op, ": ", name, " must have shape ", Shape(full),
+          " or 1 in place of all sizes but the last, got ", info);
   checked.device(name, info);
 }
 
@@ -32,16 +37,14 @@ void check_blocks(const char* op, const CheckedAgainst& checked, const Attention
           "got one");
   require(!options.cu_seq_q, op, ": block_mask must not be given with cu_seq_q, got one");
   require(tiles.dims == 3 && tiles.sizes[1] > 0 && tiles.sizes[2] > 0, op,
-          ": mask must have shape (tiles, rows, cols) with block_mask, got ", shape_of(tiles));
+          ": mask must have shape (tiles, rows, cols) with block_mask, got ", tiles);
   args.block_q = tiles.sizes[1];
   args.block_k = tiles.sizes[2];
   const int64_t full[] = {args.batch, args.heads, blocks_of(args.seq_q, args.block_q),
                           blocks_of(args.seq_k, args.block_k)};
-  bool fits = blocks.dims == 4 && std::equal(full + 2, full + 4, blocks.sizes + 2);
-  for (int64_t d = 0; fits && d < 2; ++d) fits = blocks.sizes[d] == full[d] || blocks.sizes[d] == 1;
-  require(fits, op, ": block_mask must have shape ", Shape{full, 4},
-          " or 1 in place of the first two sizes, got ", shape_of(blocks));
-  require(is_int32(blocks.scalar_type), op, ": block_mask must have dtype int32, got ",
+  require(fits(blocks, full, 2), op, ": block_mask must have shape ", Shape(full),
+          " or 1 in place of the first two sizes, got ", blocks);
+  require(is(ScalarType::Int, blocks.scalar_type), op, ": block_mask must have dtype int32, got ",
           TypeName{blocks.scalar_type});
   checked.device("block_mask", blocks);
 }
@@ -49,7 +52,7 @@ void check_blocks(const char* op, const CheckedAgainst& checked, const Attention
 void attach_blocks(const char* op, const Tensor& block_mask, const Tensor& tiles, Attention& args,
                    Copies& copies) {
   const TensorInfo shape = info_of(block_mask);
-  const int32_t* blocks = elements_of<int32_t>(block_mask, copies);
+  const int32_t* blocks = dense_data_of<int32_t>(block_mask, copies);
   const int64_t count = flat_info_of(block_mask).numel;
   const int64_t last = kFirstTile + info_of(tiles).sizes[0] - 1;
   for (int64_t i = 0; i < count; ++i) {
@@ -59,7 +62,7 @@ void attach_blocks(const char* op, const Tensor& block_mask, const Tensor& tiles
   const int64_t of_head = shape.sizes[2] * shape.sizes[3];
   args.blocks = {const_cast<int32_t*>(blocks), shape.sizes[0] == 1 ? 0 : shape.sizes[1] * of_head,
                  shape.sizes[1] == 1 ? 0 : of_head, shape.sizes[3]};
-  args.mask = {const_cast<void*>(elements_of<void>(tiles, copies)), 0, args.block_q * args.block_k,
+  args.mask = {const_cast<void*>(dense_data_of(tiles, copies)), 0, args.block_q * args.block_k,
                args.block_k};
 }
 
@@ -91,6 +94,7 @@ int64_t bit_of(const Differentiable& of) { return 2 * kWantValue << (&of - kDiff
 void check_score_options(const char* op, const CheckedAgainst& checked,
                          const AttentionOptions& options, Attention& args) {
   const int64_t of_heads[] = {args.batch, args.heads};
+  const Shape heads(&args.heads, 1);
   if (options.bias) {
     const TensorInfo bias = input_of(op, "bias", *options.bias);
     check_broadcast(op, "bias", checked, args, bias);
@@ -104,17 +108,15 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
     } else {
       check_broadcast(op, "mask", checked, args, mask);
     }
-    require(is_bool(mask.scalar_type), op, ": mask must have dtype bool, got ",
+    require(is(ScalarType::Bool, mask.scalar_type), op, ": mask must have dtype bool, got ",
             TypeName{mask.scalar_type});
   } else {
     require(!options.block_mask, op, ": mask must be given with block_mask, got none");
   }
   if (options.alibi_slopes) {
     const TensorInfo slopes = input_of(op, "alibi_slopes", *options.alibi_slopes);
-    require((slopes.dims == 1 && slopes.sizes[0] == args.heads) ||
-                (slopes.dims == 2 && std::equal(of_heads, of_heads + 2, slopes.sizes)),
-            op, ": alibi_slopes must have shape ", Shape{of_heads + 1, 1}, " or ",
-            Shape{of_heads, 2}, ", got ", shape_of(slopes));
+    require(Shape(slopes) == heads || Shape(slopes) == of_heads, op,
+            ": alibi_slopes must have shape ", heads, " or ", Shape(of_heads), ", got ", slopes);
     require(dtype_of(slopes.scalar_type) == DType::kFloat32, op,
             ": alibi_slopes must have dtype float32, got ", TypeName{slopes.scalar_type});
     checked.device("alibi_slopes", slopes);
@@ -122,31 +124,24 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
   }
   if (options.sinks) {
     const TensorInfo sinks = input_of(op, "sinks", *options.sinks);
-    require(sinks.dims == 1 && sinks.sizes[0] == args.heads, op, ": sinks must have shape ",
-            Shape{of_heads + 1, 1}, ", got ", shape_of(sinks));
+    require(Shape(sinks) == heads, op, ": sinks must have shape ", heads, ", got ", sinks);
     args.sinks_dtype = require_dtype(op, "sinks", sinks.scalar_type);
     require(args.sinks_dtype == args.dtype || args.sinks_dtype == DType::kFloat32, op,
-            ": sinks must have dtype float32 or query's ", name_of(args.dtype), ", got ",
-            name_of(args.sinks_dtype));
+            ": sinks must have dtype float32 or query's ", args.dtype, ", got ", args.sinks_dtype);
     checked.device("sinks", sinks);
   }
 
-  require(options.window_left >= -1, op, ": window_left must be at least -1, got ",
-          options.window_left);
-  require(options.window_right >= -1, op, ": window_right must be at least -1, got ",
-          options.window_right);
-  const auto limit = [](int64_t window) {
-    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
+  const auto window = [op](const char* name, int64_t keys) {
+    require(keys >= -1, op, ": ", name, " must be at least -1, got ", keys);
+    return keys < 0 ? kNoLimit : std::min(keys, kNoLimit);
   };
-  args.window_left = limit(options.window_left);
-  args.window_right = limit(options.window_right);
+  args.window_left = window("window_left", options.window_left);
+  args.window_right = window("window_right", options.window_right);
 
-  const float softcap = static_cast<float>(options.softcap);  // as kernels take it
-  require(options.softcap == 0.0 || (softcap > 0.0f && std::isfinite(softcap)), op,
-          ": softcap must be 0 or a positive number that float32 holds, got ", options.softcap);
+  require_softcap(op, options.softcap);
   args.softcap = options.softcap;
 
-  checked.dropout(options.dropout_p, options.seed);
+  checked.dropout("dropout_p", options.dropout_p, options.seed);
   args.dropout_p = options.dropout_p;
 
   args.scale = options.scale;
@@ -161,9 +156,9 @@ void attach_score_options(const char* op, const AttentionOptions& options, Atten
   } else if (options.mask) {
     args.mask = rows_of(*options.mask, AttentionLayout::kDense, copies);
   }
-  args.alibi_slopes = elements_of<float>(options.alibi_slopes, copies);
-  args.sinks = elements_of<void>(options.sinks, copies);
-  args.seed = static_cast<const int64_t*>(data_of(options.seed));
+  args.alibi_slopes = dense_data_of<float>(options.alibi_slopes, copies);
+  args.sinks = dense_data_of(options.sinks, copies);
+  args.seed = seed_of(options.seed);
 }
 
 int64_t score_gradients(const AttentionOptions& options) {
@@ -192,33 +187,25 @@ void attach_score_gradients(int64_t grad_mask, const std::vector<Tensor>& dterms
   }
 }
 
-void describe_heads(std::ostream& text, const Attention& args) {
-  text << args.batch << " x " << args.heads << " heads";
-  if (args.kv_heads != args.heads) text << " on " << args.kv_heads;
+std::string text_of_heads(const Attention& args) {
+  return text_of(args.batch, " x ", args.heads, " heads",
+                 when(args.kv_heads != args.heads, " on ", args.kv_heads));
 }
 
-void describe_terms(std::ostream& text, const Attention& args) {
-  text << ", head_dim " << args.head_dim;
-  if (args.value_dim != args.head_dim) text << " and " << args.value_dim;
-  text << ", " << name_of(args.dtype);
-  if (args.block_table) text << ", pages of " << args.page_size;
-  if (args.window_left == kNoLimit && args.window_right == 0) {
-    text << ", causal";
-  } else {
-    if (args.window_left != kNoLimit) text << ", " << args.window_left << " keys back";
-    if (args.window_right != kNoLimit) text << ", " << args.window_right << " ahead";
-  }
-  if (args.bias.data) text << ", bias " << name_of(args.bias_dtype);
-  if (args.blocks.data) {
-    text << ", mask of blocks of " << args.block_q << " x " << args.block_k;
-  } else if (args.mask.data) {
-    text << ", mask";
-  }
-  if (args.alibi_slopes) text << ", ALiBi";
-  if (args.sinks) text << ", sinks";
-  if (args.softcap != 0.0) text << ", softcap " << args.softcap;
-  if (args.seed) text << ", dropout " << args.dropout_p;
-  if (args.allow_tf32) text << ", TF32 allowed";
+std::string text_of_terms(const Attention& args) {
+  const bool has_left = args.window_left != kNoLimit, has_right = args.window_right != kNoLimit;
+  const bool is_causal = !has_left && args.window_right == 0;
+  return text_of(
+      ", head_dim ", args.head_dim, when(args.value_dim != args.head_dim, " and ", args.value_dim),
+      ", ", args.dtype, when(args.block_table, ", pages of ", args.page_size),
+      when(is_causal, ", causal"), when(has_left, ", ", args.window_left, " keys back"),
+      when(has_right && !is_causal, ", ", args.window_right, " ahead"),
+      when(args.bias.data, ", bias ", args.bias_dtype),
+      when(args.blocks.data || args.mask.data, ", mask"),
+      when(args.blocks.data, " of blocks of ", args.block_q, " x ", args.block_k),
+      when(args.alibi_slopes, ", ALiBi"), when(args.sinks, ", sinks"),
+      when(args.softcap != 0.0, ", softcap ", args.softcap),
+      when(args.seed, ", dropout ", args.dropout_p), when(args.allow_tf32, ", TF32 allowed"));
 }
 
 }  // namespace onepass

@@ -4,7 +4,7 @@
 // description; its meaning is in ops/attention.h.
 #pragma once
 
-#include <ostream>
+#include <string>
 #include <vector>
 
 #include "ops/attention.h"
@@ -57,9 +57,6 @@ ONEPASS_EXTEND_OPTIONS(AppendOptions, DecodeOptions, ONEPASS_ROTARY_OPTIONS);
 
 class CheckedAgainst;
 
-// The copies that a call made of its inputs, alive until it returns.
-using Copies = std::vector<Tensor>;
-
 // Throws unless the options of scores fit `args`, which has sizes and dtype; then sets the fields
 // that are known without reading a tensor.
 void check_score_options(const char* op, const CheckedAgainst& checked,
@@ -82,7 +79,7 @@ void attach_score_gradients(int64_t grad_mask, const std::vector<Tensor>& dterms
                             AttentionBackward& args, Copies& copies);
 
 // For the record of plans: the text of the family's operators before and after their lengths.
-void describe_heads(std::ostream& text, const Attention& args);
-void describe_terms(std::ostream& text, const Attention& args);
+std::string text_of_heads(const Attention& args);
+std::string text_of_terms(const Attention& args);
 
 }  // namespace onepass

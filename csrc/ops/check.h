@@ -3,13 +3,12 @@
 // unchanged.
 #pragma once
 
-#include <algorithm>
+#include <cmath>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
-#include <string>
 
-#include "ops/tensor.h"
+#include "ops/fields.h"
+#include "ops/text.h"
 
 namespace onepass {
 
@@ -18,25 +17,9 @@ namespace onepass {
 template <class... Parts>
 void require(bool condition, const Parts&... parts) {
   if (!condition) [[unlikely]] {
-    std::ostringstream text;
-    (text << ... << parts);
-    throw std::runtime_error(text.str());
+    throw std::runtime_error(text_of(parts...));
   }
 }
-
-// Written as (2, 3) or (3,), like Python's shapes.
-struct Shape {
-  const int64_t* sizes;
-  int64_t dims;
-
-  friend std::ostream& operator<<(std::ostream& text, const Shape& shape) {
-    text << "(";
-    for (int64_t d = 0; d < shape.dims; ++d) text << (d ? ", " : "") << shape.sizes[d];
-    return text << (shape.dims == 1 ? ",)" : ")");
-  }
-};
-
-inline Shape shape_of(const TensorInfo& tensor) { return {tensor.sizes, tensor.dims}; }
 
 template <class Info>
 void require_memory(const char* op, const char* name, AtenTensorHandle tensor, const Info& info) {
@@ -79,6 +62,19 @@ inline void require_probability(const char* op, const char* name, double p) {
   require(p >= 0.0 && p <= 1.0, op, ": ", name, " must lie between 0 and 1, got ", p);
 }
 
+// A choice, by its number.
+inline void require_choice(const char* op, const char* name, int64_t number, int64_t least,
+                           int64_t most) {
+  require(number >= least && number <= most, op, ": ", name, " must be one of ", least, " to ",
+          most, ", got ", number);
+}
+
+inline void require_softcap(const char* op, double softcap) {
+  const float rounded = static_cast<float>(softcap);  // as kernels take it
+  require(softcap == 0.0 || (rounded > 0.0f && std::isfinite(rounded)), op,
+          ": softcap must be 0 or a positive number that float32 holds, got ", softcap);
+}
+
 // The rules that tie the tensors of a call to its first one.
 class CheckedAgainst {
  public:
@@ -89,6 +85,7 @@ class CheckedAgainst {
         first_dtype_(require_dtype(op, first_name, first.scalar_type)) {}
 
   DType first_dtype() const { return first_dtype_; }
+  DType accumulator() const { return accumulator_of(first_dtype_); }
 
   // float64 is computed in float64 throughout, so it does not mix with the other dtypes.
   DType dtype(const char* name, int32_t scalar_type) const {
@@ -96,15 +93,34 @@ class CheckedAgainst {
     const bool wide = first_dtype_ == DType::kFloat64;
     require((dtype == DType::kFloat64) == wide, op_, ": ", name, " must have dtype ",
             wide ? "float64 like " : "float32, bfloat16 or float16 beside ", first_name_, ", got ",
-            name_of(dtype));
+            dtype);
     return dtype;
   }
+  DType dtype(const char* name, const OptionalScalarType& given, DType otherwise) const {
+    return given ? dtype(name, static_cast<int32_t>(*given)) : otherwise;
+  }
 
-  DType tensor(const char* name, const TensorInfo& info, const int64_t* shape, int64_t dims) const {
-    require(info.dims == dims && std::equal(shape, shape + dims, info.sizes), op_, ": ", name,
-            " must have shape ", Shape{shape, dims}, ", got ", shape_of(info));
+  // A tensor of this shape; its dtype.
+  DType tensor(const char* name, const TensorInfo& info, const Shape& shape) const {
+    require(Shape(info) == shape, op_, ": ", name, " must have shape ", shape, ", got ", info);
     device(name, info);
     return dtype(name, info.scalar_type);
+  }
+  DType tensor(const char* name, const Tensor& given, const Shape& shape) const {
+    return tensor(name, input_of(op_, name, given), shape);
+  }
+  DType tensor(const char* name, const OptionalTensor& given, const Shape& shape,
+               DType otherwise = {}) const {
+    return given ? tensor(name, *given, shape) : otherwise;
+  }
+
+  // A tensor of this shape and dtype, which is that of the tensor named `like`.
+  template <class Given>  // as tensor() takes it
+  void tensor_of(const char* name, const Given& given, const Shape& shape, DType wanted,
+                 const char* like = nullptr) const {
+    const DType found = tensor(name, given, shape);
+    require(found == wanted, op_, ": ", name, " must have dtype ", wanted,
+            when(like, " like ", like ? like : ""), ", got ", found);
   }
 
   void device(const char* name, const TensorInfo& info) const {
@@ -115,25 +131,21 @@ class CheckedAgainst {
   void seed(const Tensor& seed) const {
     const TensorInfo info = input_of(op_, "seed", seed);
     require(info.dims == 1 && info.sizes[0] == 2 && info.strides[0] == 1 &&
-                is_int64(info.scalar_type) && info.device == first_.device,
+                is(ScalarType::Long, info.scalar_type) && info.device == first_.device,
             op_, ": seed must be a dense int64 tensor of shape (2,) on ", first_.device, ", got ",
-            shape_of(info), " of ", TypeName{info.scalar_type}, " on ", info.device);
+            info, " of ", TypeName{info.scalar_type}, " on ", info.device);
   }
 
   // A factor for each index of the first dimension, if there is one before the rows' own.
-  void row_scale(const std::optional<Tensor>& given, int64_t leading) const {
+  void row_scale(const OptionalTensor& given, int64_t leading) const {
     if (!given) return;
-    const DType found =
-        tensor("row_scale", input_of(op_, "row_scale", *given), first_.sizes, leading > 0 ? 1 : 0);
-    const DType wanted = first_dtype_ == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-    require(found == wanted, op_, ": row_scale must have dtype ", name_of(wanted), ", got ",
-            name_of(found));
+    tensor_of("row_scale", *given, Shape(first_.sizes, leading > 0 ? 1 : 0), accumulator());
   }
 
-  void dropout(double dropout_p, const std::optional<Tensor>& given) const {
-    require_probability(op_, "dropout_p", dropout_p);
-    require((dropout_p > 0.0) == given.has_value(), op_,
-            ": seed must be given with dropout_p > 0 only, got ", given ? "one" : "none");
+  void dropout(const char* name, double p, const OptionalTensor& given) const {
+    require_probability(op_, name, p);
+    require((p > 0.0) == given.has_value(), op_, ": seed must be given with ", name,
+            " > 0 only, got ", given ? "one" : "none");
     if (given) seed(*given);
   }
 
@@ -144,16 +156,21 @@ class CheckedAgainst {
   DType first_dtype_;
 };
 
+// The arguments of a call as far as its checks know them, and its first tensor.
+template <class Args>
+struct Checked {
+  TensorInfo first;
+  Args args{};
+};
+
 // For tensors in a list: torch chose the kernel by one of them, so another may be on another
 // device. On the CPU torch would have chosen another kernel for such a list.
-template <class AnyTensor>  // Tensor or AtenTensorHandle
-void require_device(const char* op, const char* name, const AnyTensor& tensor,
-                    const Device& device) {
+inline void require_device([[maybe_unused]] const char* op, [[maybe_unused]] const char* name,
+                           [[maybe_unused]] AtenTensorHandle tensor,
+                           [[maybe_unused]] const Device& device) {
 #ifdef ONEPASS_CUDA
   const Device here = info_of(tensor).device;
   require(here == device, op, ": ", name, " must be on one device, ", device, ", got ", here);
-#else
-  (void)op, (void)name, (void)tensor, (void)device;
 #endif
 }
 

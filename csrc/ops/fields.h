@@ -5,12 +5,10 @@
 //   #define ONEPASS_X_OPTIONS(FIELD) FIELD(OptionalTensor, mask, "=None") FIELD(double, scale, "")
 //   ONEPASS_DEFINE_OPTIONS(XOptions, ONEPASS_X_OPTIONS);
 //   Tensor x(const XOptions& options, const Tensor& input);
-//   entry<&Packed<&x>::call>("x(Tensor input, *" ONEPASS_SCHEMA(ONEPASS_X_OPTIONS) ") -> Tensor")
+//   entry<&x, &check_x>("x", "Tensor input, *" ONEPASS_SCHEMA(ONEPASS_X_OPTIONS), "Tensor")
 //
 // Once a schema is released, a new option goes to the end of a table and has a default.
 #pragma once
-
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
@@ -22,9 +20,8 @@
 namespace onepass {
 
 // The types of options, and their names in a schema.
-using OptionalTensor = std::optional<Tensor>;
 using OptionalDouble = std::optional<double>;
-using OptionalScalarType = std::optional<torch::headeronly::ScalarType>;
+using OptionalScalarType = std::optional<ScalarType>;
 using Sizes = std::vector<int64_t>;
 using StaticInt = int64_t;  // a choice: a compiler makes a graph for each value of it
 #define ONEPASS_SCHEMA_Tensor "Tensor"
@@ -67,7 +64,8 @@ struct Joined<TypeList<One...>, TypeList<void, Other...>> {
     TABLE(ONEPASS_FIELD_MEMBER)                                                         \
   }
 
-// call(others..., options...) is function({options...}, others...).
+// As the dispatcher calls function({options...}, others...): call(others..., options...). A
+// function without options is called as it is.
 template <auto function, class Types>
 struct PackedAs;
 template <class Result, class Options, class... Others,
@@ -77,8 +75,13 @@ struct PackedAs<function, TypeList<void, Fields...>> {
     return function(Options{std::move(fields)...}, std::forward<Others>(others)...);
   }
 };
+template <class Result, class... Others, Result (*function)(Others...)>
+struct PackedAs<function, void> {
+  static constexpr auto call = function;
+};
 template <class Result, class Options, class... Others>
 typename Options::Types* types_of(Result (*)(const Options&, Others...));
+void* types_of(...);
 template <auto function>
 struct Packed : PackedAs<function, std::remove_pointer_t<decltype(types_of(function))>> {};
 

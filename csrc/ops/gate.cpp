@@ -3,8 +3,6 @@
 
 #include <tuple>
 
-#include "ops/check.h"
-#include "ops/fields.h"
 #include "ops/library.h"
 #include "ops/rows.h"
 #include "ops/runtime.h"
@@ -20,11 +18,9 @@ namespace {
   FIELD(bool, gate_last, "")
 
 // The arguments of gate_backward besides doutput.
-#define ONEPASS_GATE_BACKWARD_OPTIONS(FIELD)             \
-  FIELD(Tensor, gate, "")                                \
-  FIELD(OptionalTensor, up, "")                          \
-  FIELD(StaticInt, activation_kind, "") /* Activation */ \
-  FIELD(bool, gate_last, "")                             \
+#define ONEPASS_GATE_BACKWARD_OPTIONS(FIELD) \
+  FIELD(Tensor, gate, "")                    \
+  ONEPASS_GATE_OPTIONS(FIELD)                \
   FIELD(StaticInt, grad_mask, "")
 
 ONEPASS_DEFINE_OPTIONS(GateOptions, ONEPASS_GATE_OPTIONS);
@@ -41,7 +37,7 @@ DType promoted(DType one, DType other) { return one == other ? one : DType::kFlo
 struct Factors {
   RowTensor gate;  // both, where up is none
   RowTensor up{};
-  std::vector<int64_t> sizes{};
+  Sizes sizes{};
   DType gate_dtype{};
   DType up_dtype{};
   Activation activation{};
@@ -50,11 +46,7 @@ struct Factors {
   bool are_halves() const { return !up.tensor; }
   int64_t row_dims() const { return sizes.empty() ? 0 : 1; }
   int64_t cols() const { return sizes.empty() ? 1 : sizes.back(); }
-  int64_t rows() const {
-    int64_t rows = 1;
-    for (int64_t d = 0; d + 1 < static_cast<int64_t>(sizes.size()); ++d) rows *= sizes[d];
-    return rows;
-  }
+  int64_t rows() const { return Shape(sizes.data(), sizes.size() - row_dims()).numel(); }
 
   // Where gate and up begin in tensors of the layout of gate and up.
   template <class Byte>
@@ -66,10 +58,8 @@ struct Factors {
 
   template <class Args>
   void put_into(Args& args) const {
-    const auto [gate_begin, up_begin] =
+    std::tie(args.gate, args.up) =
         beginnings(static_cast<const char*>(gate.data()), static_cast<const char*>(up.data()));
-    args.gate = gate_begin;
-    args.up = up_begin;
     args.gate_stride = gate.stride;
     args.up_stride = are_halves() ? gate.stride : up.stride;
     args.gate_dtype = gate_dtype;
@@ -80,23 +70,20 @@ struct Factors {
 
 template <class Options>
 Factors check_factors(const char* op, const Tensor& gate, const Options& options) {
-  Factors call{.gate = RowTensor{gate, input_of(op, "gate", gate)}, .gate_last = options.gate_last};
+  Factors call{.gate = row_tensor(op, "gate", gate), .gate_last = options.gate_last};
   const TensorInfo& shape = call.gate.info;
   const CheckedAgainst checked(op, "gate", shape);
   call.gate_dtype = call.up_dtype = checked.first_dtype();
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
-  require(options.activation_kind >= 1 && options.activation_kind < kActivations, op,
-          ": activation_kind must be one of 1 to ", kActivations - 1, ", got ",
-          options.activation_kind);
+  require_choice(op, "activation_kind", options.activation_kind, 1, kActivations - 1);
   call.activation = static_cast<Activation>(options.activation_kind);
   if (options.up) {
     require(!options.gate_last, op, ": gate_last must be False where up is given, got True");
-    call.up = RowTensor{options.up, input_of(op, "up", *options.up)};
-    call.up_dtype = checked.tensor("up", call.up.info, shape.sizes, shape.dims);
+    call.up = row_tensor(op, "up", options.up);
+    call.up_dtype = checked.tensor("up", call.up.info, shape);
   } else {
     require(shape.dims > 0 && shape.sizes[shape.dims - 1] % 2 == 0, op,
-            ": gate must have a last dimension of two halves where up is not given, got ",
-            shape_of(shape));
+            ": gate must have a last dimension of two halves where up is not given, got ", shape);
     call.sizes.back() /= 2;
   }
   return call;
@@ -116,24 +103,25 @@ void set_rows(Args& args, const Factors& call, bool contiguous, const Strides&..
 
 template <class Args>
 Dispatch describe(const char* op, const Factors& call, const Args& args) {
-  std::ostringstream text;
-  text << name_of(call.activation) << " of " << call.rows() << " x " << call.cols()
-       << (call.are_halves() ? ", halves of one tensor" : "")
-       << (args.rows == 1 ? ", contiguous, gate " : ", gate ") << name_of(call.gate_dtype)
-       << ", up " << name_of(call.up_dtype);
-  return {.op = op, .arguments = text.str()};
+  return described(op, name_of(call.activation), " of ", call.rows(), " x ", call.cols(),
+                   when(call.are_halves(), ", halves of one tensor"),
+                   when(args.rows == 1, ", contiguous"), ", gate ", call.gate_dtype, ", up ",
+                   call.up_dtype);
 }
 
 constexpr const char* kOp = "gated_activation";
 constexpr const char* kBackward = "gated_activation_backward";
 
+Factors check_forward(const GateOptions& options, const Tensor& gate) {
+  return check_factors(kOp, gate, options);
+}
+
 Tensor gate_forward(const GateOptions& options, const Tensor& gate) {
-  Factors call = check_factors(kOp, gate, options);
+  Factors call = check_forward(options, gate);
   const Device device = call.gate.info.device;
   GateForward args{};
   args.output_dtype = promoted(call.gate_dtype, call.up_dtype);
-  Tensor output =
-      empty(call.sizes.data(), static_cast<int64_t>(call.sizes.size()), args.output_dtype, device);
+  Tensor output = empty(call.sizes, args.output_dtype, device);
   address_rows({&call.gate, &call.up}, call.row_dims(), args.row_size);
   call.put_into(args);
   args.output = output.mutable_data_ptr();
@@ -144,25 +132,17 @@ Tensor gate_forward(const GateOptions& options, const Tensor& gate) {
   return output;
 }
 
-// On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void gate_forward_check(const GateOptions& options, const Tensor& gate) {
-  check_factors(kOp, gate, options);
-}
-
 struct CheckedBackward {
   Factors factors;
   RowTensor doutput;
-  DType doutput_dtype;
+  DType doutput_dtype{};
 };
 
 CheckedBackward check_backward(const GateBackwardOptions& options, const Tensor& doutput) {
   CheckedBackward call{.factors = check_factors(kBackward, options.gate, options),
-                       .doutput = {doutput, input_of(kBackward, "doutput", doutput)},
-                       .doutput_dtype = {}};
-  const std::vector<int64_t>& sizes = call.factors.sizes;
+                       .doutput = row_tensor(kBackward, "doutput", doutput)};
   const CheckedAgainst checked(kBackward, "gate", call.factors.gate.info);
-  call.doutput_dtype = checked.tensor("doutput", call.doutput.info, sizes.data(),
-                                      static_cast<int64_t>(sizes.size()));
+  call.doutput_dtype = checked.tensor("doutput", call.doutput.info, call.factors.sizes);
   return call;
 }
 
@@ -172,25 +152,19 @@ std::tuple<Tensor, Tensor> gate_backward(const GateBackwardOptions& options,
   Factors& call = checked.factors;
   const TensorInfo shape = call.gate.info;
   const bool halves = call.are_halves();
-  const auto gradient = [&](bool wanted, DType dtype) {
-    return wanted ? empty(shape.sizes, shape.dims, dtype, shape.device)
-                  : empty_1d(0, dtype, shape.device);
-  };
   const bool want_gate = halves || (options.grad_mask & kWantGate);
   const bool want_up = !halves && (options.grad_mask & kWantUp);
-  Tensor dgate = gradient(want_gate, call.gate_dtype);
-  Tensor dup = gradient(want_up, call.up_dtype);
+  void* of_gate = nullptr;
+  void* of_up = nullptr;
+  Tensor dgate = empty_if(want_gate, shape, call.gate_dtype, shape.device, of_gate);
+  Tensor dup = empty_if(want_up, shape, call.up_dtype, shape.device, of_up);
   GateBackward args{};
   address_rows({&call.gate, &call.up, &checked.doutput}, call.row_dims(), args.row_size);
   call.put_into(args);
-  args.doutput = checked.doutput.data();
-  args.doutput_stride = checked.doutput.stride;
+  checked.doutput.put_into(args.doutput, args.doutput_stride);
   args.doutput_dtype = checked.doutput_dtype;
-  const auto [dgate_begin, dup_begin] =
-      call.beginnings(want_gate ? static_cast<char*>(dgate.mutable_data_ptr()) : nullptr,
-                      want_up ? static_cast<char*>(dup.mutable_data_ptr()) : nullptr);
-  args.dgate = dgate_begin;
-  args.dup = dup_begin;
+  std::tie(args.dgate, args.dup) =
+      call.beginnings(static_cast<char*>(of_gate), static_cast<char*>(of_up));
   args.gradient_stride = halves ? 2 * call.cols() : call.cols();
   set_rows(args, call, !halves, args.gate_stride, args.up_stride, args.doutput_stride);
   if (args.rows > 0 && args.cols > 0) {
@@ -200,26 +174,17 @@ std::tuple<Tensor, Tensor> gate_backward(const GateBackwardOptions& options,
   return {dgate, dup};
 }
 
-void gate_backward_check(const GateBackwardOptions& options, const Tensor& doutput) {
-  check_backward(options, doutput);
-}
-
 }  // namespace
 
 OperatorList gate_operators() {
   return {
       // output = activation(gate) * up, in the dtype that torch promotes both to.
-      entry<&Packed<&gate_forward>::call>(
-          "gate_forward(Tensor gate" ONEPASS_SCHEMA(ONEPASS_GATE_OPTIONS) ") -> Tensor"),
-      entry<&Packed<&gate_forward_check>::call>(
-          "gate_forward_check(Tensor gate" ONEPASS_SCHEMA(ONEPASS_GATE_OPTIONS) ") -> ()", true),
+      entry<&gate_forward, &check_forward>(
+          "gate_forward", "Tensor gate" ONEPASS_SCHEMA(ONEPASS_GATE_OPTIONS), "Tensor"),
       // Without up, dgate has both halves. grad_mask: 1 dgate, 2 dup.
-      entry<&Packed<&gate_backward>::call>("gate_backward(Tensor doutput" ONEPASS_SCHEMA(
-          ONEPASS_GATE_BACKWARD_OPTIONS) ") -> (Tensor dgate, Tensor dup)"),
-      entry<&Packed<&gate_backward_check>::call>(
-          "gate_backward_check(Tensor doutput" ONEPASS_SCHEMA(
-              ONEPASS_GATE_BACKWARD_OPTIONS) ") -> ()",
-          true),
+      entry<&gate_backward, &check_backward>(
+          "gate_backward", "Tensor doutput" ONEPASS_SCHEMA(ONEPASS_GATE_BACKWARD_OPTIONS),
+          "(Tensor dgate, Tensor dup)"),
   };
 }
 

@@ -26,12 +26,13 @@ OperatorList operators() {
   return all;
 }
 
-void implement(torch::stable::detail::StableLibrary& library, bool only_checks) {
-  for (const OperatorEntry& entry : operators()) {
-    if (entry.only_checks != only_checks) continue;
-    const std::string schema = entry.schema;
-    library.impl(schema.substr(0, schema.find('(')).c_str(), entry.boxed);
+// Without the marks of arguments that are written to: a check only reads them.
+std::string read_only(std::string arguments) {
+  for (size_t at; (at = arguments.find("!)")) != std::string::npos;) {
+    const size_t begin = arguments.rfind('(', at);
+    arguments.erase(begin, at + 2 - begin);
   }
+  return arguments;
 }
 
 }  // namespace
@@ -39,14 +40,20 @@ void implement(torch::stable::detail::StableLibrary& library, bool only_checks) 
 
 #ifdef ONEPASS_DEFINES_SCHEMAS
 STABLE_TORCH_LIBRARY_FRAGMENT(ONEPASS_NAMESPACE, library) {
-  for (const onepass::OperatorEntry& entry : onepass::operators()) {
-    library.def(entry.schema);
+  for (const auto& [name, arguments, results, _, check] : onepass::operators()) {
+    library.def((name + "(" + arguments + ") -> " + results).c_str());
+    if (!check) continue;
+    library.def((name + "_check(" + onepass::read_only(arguments) + ") -> ()").c_str());
   }
 }
 STABLE_TORCH_LIBRARY_IMPL(ONEPASS_NAMESPACE, CompositeExplicitAutograd, library) {
-  onepass::implement(library, true);
+  for (const onepass::OperatorEntry& entry : onepass::operators()) {
+    if (entry.boxed_check) library.impl((entry.name + "_check").c_str(), entry.boxed_check);
+  }
 }
 #endif
 STABLE_TORCH_LIBRARY_IMPL(ONEPASS_NAMESPACE, ONEPASS_DISPATCH_KEY, library) {
-  onepass::implement(library, false);
+  for (const onepass::OperatorEntry& entry : onepass::operators()) {
+    library.impl(entry.name.c_str(), entry.boxed);
+  }
 }

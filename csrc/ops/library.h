@@ -10,13 +10,19 @@
 #include <vector>
 
 #include "ops/backend.h"
+#include "ops/fields.h"
 
 namespace onepass {
 
 struct OperatorEntry {
-  const char* schema;  // "name(arguments) -> results"
-  void (*boxed)(StableIValue*, uint64_t, uint64_t);
-  bool only_checks;  // registered for every device, also "meta"
+  using BoxedFunction = void(StableIValue*, uint64_t, uint64_t);
+  std::string name;
+  std::string arguments;
+  std::string results;
+  BoxedFunction* boxed;
+  // The checks alone, as an operator `name`_check for every device, also "meta": there is nothing
+  // to compute there, the fake gives the shapes, and this the errors. Or null.
+  BoxedFunction* boxed_check;
 };
 
 // Thrown if there is no memory for a list of this library, such as the gradients of a step: a
@@ -38,20 +44,36 @@ struct Boxed {
   }
   static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
     try {
-      TORCH_BOX(function)(stack, arguments, results);
+      TORCH_BOX(Packed<function>::call)(stack, arguments, results);
     } catch (const std::bad_alloc&) {
       throw OutOfMemory(no_memory().c_str());
     }
   }
 };
 
-// {schema, function}; only_checks: see OperatorEntry.
 template <auto function>
-OperatorEntry entry(const char* schema, bool only_checks = false) {
-  const std::string text = schema;
-  Boxed<function>::no_memory() =
-      text.substr(0, text.find('(')) + ": out of memory for the lists of the call";
-  return {schema, &Boxed<function>::call, only_checks};
+OperatorEntry::BoxedFunction* boxed(const std::string& name) {
+  Boxed<function>::no_memory() = name + ": out of memory for the lists of the call";
+  return &Boxed<function>::call;
+}
+
+// Calls a function that checks, for its errors alone.
+template <auto check>
+struct ErrorsOf;
+template <class Result, class... Args, Result (*check)(Args...)>
+struct ErrorsOf<check> {
+  static void call(Args... args) { check(std::forward<Args>(args)...); }
+};
+
+// An operator, and its check, which takes the same arguments.
+template <auto function>
+OperatorEntry entry(const std::string& name, const char* arguments, const char* results) {
+  return {name, arguments, results, boxed<function>(name), nullptr};
+}
+template <auto function, auto check>
+OperatorEntry entry(const std::string& name, const char* arguments, const char* results) {
+  return {name, arguments, results, boxed<function>(name),
+          boxed<&ErrorsOf<check>::call>(name + "_check")};
 }
 
 using OperatorList = std::vector<OperatorEntry>;

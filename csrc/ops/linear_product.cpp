@@ -1,7 +1,6 @@
 #include "ops/linear_product.h"
 
 #include <optional>
-#include <sstream>
 
 #include "ops/runtime.h"
 
@@ -12,20 +11,25 @@ Matrix::Matrix(const Tensor& tensor, bool dense_rows) : tensor_(tensor) {
   const TensorInfo info = info_of(tensor);
   const int64_t last = info.dims - 1;
   const int64_t columns = std::max<int64_t>(info.sizes[last], 1);
-  column_ = columns > 1 ? info.strides[last] : 1;
-  if (set_row(info, columns) && (column_ == 1 || (row_ == 1 && !dense_rows))) return;
-  tensor_ = contiguous_copy(tensor);
-  row_ = columns;
-  column_ = 1;
+  auto& [data, row, column, dtype] = factor_;
+  dtype = *dtype_of(info.scalar_type);
+  column = columns > 1 ? info.strides[last] : 1;
+  if (!set_row(info, columns) || (column != 1 && (row != 1 || dense_rows))) {
+    tensor_ = contiguous_copy(tensor);
+    row = columns;
+    column = 1;
+  }
+  data = tensor_.const_data_ptr();
 }
 
 bool Matrix::set_row(const TensorInfo& info, int64_t columns) {
-  row_ = column_ == 1 ? columns : 1;
+  int64_t& row = factor_.row;
+  row = factor_.column == 1 ? columns : 1;
   std::optional<int64_t> next;  // the stride that the next dimension outwards must have
   for (int64_t d = info.dims - 2; d >= 0; --d) {
     if (info.sizes[d] == 1) continue;
     if (!next) {
-      row_ = info.strides[d];
+      row = info.strides[d];
     } else if (info.strides[d] != *next) {
       return false;
     }
@@ -34,24 +38,43 @@ bool Matrix::set_row(const TensorInfo& info, int64_t columns) {
   return true;
 }
 
+LinearProduct product_of(LinearKind kind, const Factor& left, const Factor& right,
+                         const ProductSize& size, void* output, DType output_dtype, DType sums) {
+  return {.left = left.data,
+          .right = right.data,
+          .bias = nullptr,
+          .output = output,
+          .left_sums = nullptr,
+          .rows = size.rows,
+          .cols = size.cols,
+          .depth = size.depth,
+          .left_row = left.row,
+          .left_step = left.column,
+          .right_step = right.row,
+          .right_col = right.column,
+          .left_dtype = left.dtype,
+          .right_dtype = right.dtype,
+          .bias_dtype = sums,
+          .output_dtype = output_dtype,
+          .sums_dtype = sums,
+          .kind = kind};
+}
+
 namespace {
 
 Dispatch describe(const LinearProduct& args) {
   constexpr const char* kNames[] = {"linear", "linear_backward: dinput",
                                     "linear_backward: dweight"};
-  std::ostringstream text;
   if (args.cols == 0) {
-    text << args.rows << " sums of " << args.depth << ", " << name_of(args.left_dtype);
-    return {.op = "linear_backward: dbias", .arguments = text.str()};
+    return described("linear_backward: dbias", args.rows, " sums of ", args.depth, ", ",
+                     args.left_dtype);
   }
-  text << args.rows << " x " << args.depth << " by " << args.depth << " x " << args.cols << ", "
-       << name_of(args.left_dtype) << " by " << name_of(args.right_dtype) << ", output "
-       << name_of(args.output_dtype);
   const LinearEpilogue& epilogue = args.epilogue;
-  if (epilogue.activation != Activation::kNone) text << ", " << name_of(epilogue.activation);
-  if (epilogue.seed) text << ", dropout " << epilogue.dropout_p;
-  if (epilogue.residual) text << ", residual";
-  return {.op = kNames[static_cast<int>(args.kind)], .arguments = text.str()};
+  return described(
+      kNames[static_cast<int>(args.kind)], args.rows, " x ", args.depth, " by ", args.depth, " x ",
+      args.cols, ", ", args.left_dtype, " by ", args.right_dtype, ", output ", args.output_dtype,
+      when(epilogue.activation != Activation::kNone, ", ", name_of(epilogue.activation)),
+      when(epilogue.seed, ", dropout ", epilogue.dropout_p), when(epilogue.residual, ", residual"));
 }
 
 }  // namespace

@@ -1,9 +1,18 @@
 // Modulated norms, and norms after a residual add whose branch is scaled: schemas, checks,
 // allocation. Both are one operator of a back end.
+#include <algorithm>
+
 #include "ops/norm_checks.h"
 
 namespace onepass {
 namespace {
+
+// The arguments of both directions that calls with a scaled branch add.
+#define ONEPASS_BRANCH_SCALES(FIELD)        \
+  FIELD(OptionalTensor, row_scale, "=None") \
+  FIELD(OptionalTensor, seed, "=None")      \
+  FIELD(double, weight_offset, "=1.0")      \
+  FIELD(double, dropout_p, "=0.0")
 
 // The arguments of modulated_norm_forward besides its input. `shared`: all rows have the same
 // scale, shift and gate, namely a norm's weight and bias and the branch's column_scale.
@@ -17,10 +26,7 @@ namespace {
   FIELD(double, eps, "")                             \
   FIELD(OptionalScalarType, out_dtype, "")           \
   FIELD(bool, save_statistics, "")                   \
-  FIELD(OptionalTensor, row_scale, "=None")          \
-  FIELD(OptionalTensor, seed, "=None")               \
-  FIELD(double, weight_offset, "=1.0")               \
-  FIELD(double, dropout_p, "=0.0")                   \
+  ONEPASS_BRANCH_SCALES(FIELD)                       \
   FIELD(OptionalScalarType, residual_dtype, "=None") \
   FIELD(bool, shared, "=False")
 
@@ -39,107 +45,133 @@ namespace {
   FIELD(OptionalScalarType, input_dtype, "")           \
   FIELD(OptionalScalarType, residual_dtype, "")        \
   FIELD(StaticInt, grad_mask, "")                      \
-  FIELD(OptionalTensor, row_scale, "=None")            \
-  FIELD(OptionalTensor, seed, "=None")                 \
-  FIELD(double, weight_offset, "=1.0")                 \
-  FIELD(double, dropout_p, "=0.0")                     \
+  ONEPASS_BRANCH_SCALES(FIELD)                         \
   FIELD(bool, shared, "=False")
 
 ONEPASS_DEFINE_OPTIONS(ModulatedNormOptions, ONEPASS_MODULATED_NORM_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(ModulatedNormBackwardOptions, ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS);
+
+// scale, shift and gate, all of one shape: each of their rows serves a group of input's rows.
+struct Scales {
+  RowTensor scale;
+  RowTensor shift;
+  RowTensor gate;
+  DType scale_dtype{};
+  DType shift_dtype{};
+  DType gate_dtype{};
+  int64_t groups = 1;
+
+  // `shared`: the arguments have a weight, and a bias, for all rows.
+  template <class Args>
+  void put_into(Args& args, int64_t row_dims, bool shared) {
+    args.groups = groups;
+    args.tokens = groups > 0 ? args.rows / groups : 0;
+    address_rows({&scale, &shift, &gate}, row_dims, args.group_size);
+    gate.put_into(args.gate, args.gate_stride);
+    args.gate_dtype = gate_dtype;
+    if (shared) return;
+    scale.put_into(args.weight, args.scale_stride);
+    args.weight_dtype = scale_dtype;
+  }
+};
+
+// `shape`: of the tensor named `name`, whose first dimension is the batch, with `leading`
+// dimensions before the rows' own. Of scales that all rows share, the weight and the bias are
+// checked and read as a plain norm's.
+template <class Options>
+Scales check_scales(const char* op, const char* name, const TensorInfo& shape, int64_t leading,
+                    const Options& options) {
+  const CheckedAgainst checked(op, name, shape);
+  checked.row_scale(options.row_scale, leading);
+  Scales scales{};
+  if (options.shared) {
+    scales.gate = row_tensor(op, "column_scale", options.gate);
+    scales.gate_dtype = checked.tensor("column_scale", options.gate, options.normalized_shape,
+                                       checked.first_dtype());
+    return scales;
+  }
+  require(options.scale.has_value(), op, ": scale must be given, got none");
+  scales.scale = row_tensor(op, "scale", options.scale);
+  scales.shift = row_tensor(op, "shift", options.shift);
+  scales.gate = row_tensor(op, "gate", options.gate);
+  const TensorInfo& scale = scales.scale.info;
+  // One for each row, or for each of the first dimension, with the others as 1 or left out.
+  std::vector<int64_t> each(shape.sizes, shape.sizes + shape.dims);
+  std::vector<int64_t> ones = each, first = each;
+  if (leading > 1) {
+    std::fill(ones.begin() + 1, ones.begin() + leading, 1);
+    first.erase(first.begin() + 1, first.begin() + leading);
+  }
+  const Shape given = scale;
+  const bool is_each = given == each;
+  if (leading > 1) {
+    require(is_each || given == ones || given == first, op, ": scale must have shape ",
+            Shape(first), ", ", Shape(ones), " or ", Shape(each), ", got ", given);
+  }
+  scales.scale_dtype = checked.tensor("scale", scale, leading > 1 ? given : shape);
+  scales.shift_dtype = scales.gate_dtype = scales.scale_dtype;
+  if (options.shift) scales.shift_dtype = checked.tensor("shift", scales.shift.info, scale);
+  if (options.gate) scales.gate_dtype = checked.tensor("gate", scales.gate.info, scale);
+  scales.groups = Shape(shape).product(0, is_each ? leading : 1);
+  return scales;
+}
+
+// The weight or the bias of a plain norm, which all rows share.
+template <class Options>
+const OptionalTensor& if_shared(const Options& options, const OptionalTensor& tensor) {
+  static const OptionalTensor none;
+  return options.shared ? tensor : none;
+}
 
 NormForm form_of(bool shared) { return shared ? NormForm::kAdd : NormForm::kModulated; }
 
 // As its norm, and the scales.
 template <class Args>
 Dispatch describe_modulated(const char* op, const Args& args, bool shared) {
-  std::ostringstream text;
-  text << describe(args).arguments;
-  if (!shared) {
-    text << ", a scale for " << args.tokens << (args.tokens == 1 ? " row" : " rows");
-  }
-  if (args.gate) text << (shared ? ", column_scale " : ", gate ") << name_of(args.gate_dtype);
-  if (args.row_scale) text << ", row_scale";
-  return {.op = op, .arguments = text.str()};
-}
-
-// Scales that all rows share: the weight and the bias are checked and read as a plain norm's.
-template <class Options>
-Scales shared_scales(const char* op, const char* name, const TensorInfo& shape,
-                     const Options& options) {
-  const CheckedAgainst checked(op, name, shape);
-  Scales scales{};
-  scales.gate = row_tensor(op, "column_scale", options.gate);
-  scales.gate_dtype = checked.first_dtype();
-  if (options.gate) {
-    const int64_t row_dims = static_cast<int64_t>(options.normalized_shape.size());
-    scales.gate_dtype =
-        checked.tensor("column_scale", scales.gate.info, options.normalized_shape.data(), row_dims);
-  }
-  return scales;
-}
-
-template <class Options>
-Scales scales_of(const char* op, const char* name, const TensorInfo& shape,
-                 const Options& options) {
-  if (options.shared) return shared_scales(op, name, shape, options);
-  require(options.scale.has_value(), op, ": scale must be given, got none");
-  return check_scales(op, name, shape, options);
-}
-
-struct CheckedModulated {
-  NormOptions options;
-  CheckedNorm norm;
-  Scales scales;
-};
-
-CheckedModulated check_modulated(const ModulatedNormOptions& options, const Tensor& input) {
-  const char* op = op_name(norm_kind_of(options.kind), form_of(options.shared));
-  const NormOptions plain{.residual = options.residual,
-                          .weight = options.shared ? options.scale : OptionalTensor{},
-                          .bias = options.shared ? options.shift : OptionalTensor{},
-                          .seed = options.seed,
-                          .normalized_shape = options.normalized_shape,
-                          .kind = options.kind,
-                          .eps = options.eps,
-                          .weight_offset = options.weight_offset,
-                          .dropout_p = options.dropout_p,
-                          .out_dtype = options.out_dtype,
-                          .residual_dtype = options.residual_dtype,
-                          .save_statistics = options.save_statistics};
-  CheckedNorm norm = check_forward(op, plain, input);
-  const TensorInfo& shape = norm.input.info;
-  require(!options.gate || options.residual, op, ": ", options.shared ? "column_scale" : "gate",
-          " must not be given without a residual, got one");
-  require(!options.row_scale || options.residual, op,
-          ": row_scale must not be given without a residual, got one");
-  CheckedAgainst(op, "input", shape).row_scale(options.row_scale, norm.leading);
-  Scales scales = scales_of(op, "input", shape, options);
-  return {plain, std::move(norm), std::move(scales)};
+  return described(
+      op, describe(args).arguments,
+      when(!shared, ", a scale for ", args.tokens, args.tokens == 1 ? " row" : " rows"),
+      when(args.gate, shared ? ", column_scale " : ", gate ", args.gate_dtype),
+      when(args.row_scale, ", row_scale"));
 }
 
 // The arguments of forward and backward besides a norm's.
 template <class Args, class Options>
-void put_scales(Args& args, Scales& scales, const OptionalTensor& row_scale, int64_t samples,
-                const Options& options) {
-  const int64_t row_dims = static_cast<int64_t>(options.normalized_shape.size());
-  scales.put_into(args, row_dims, options.shared);
-  args.row_scale = data_of(row_scale);
-  args.sample_rows = row_scale && samples > 0 ? args.rows / samples : args.rows;
+void put_scales(Args& args, Scales& scales, int64_t leading, const TensorInfo& rows,
+                const Options& options, Copies& copies) {
+  scales.put_into(args, row_dims_of(options), options.shared);
+  args.row_scale = dense_data_of(options.row_scale, copies);
+  const int64_t samples = args.row_scale && leading > 0 ? rows.sizes[0] : 1;
+  args.sample_rows = samples > 0 ? args.rows / samples : args.rows;
+}
+
+struct CheckedModulated {
+  CheckedNorm norm;
+  Scales scales{};
+};
+
+CheckedModulated check_modulated(const ModulatedNormOptions& options, const Tensor& input) {
+  const char* op = op_name(norm_kind_of(options.kind), form_of(options.shared));
+  CheckedModulated call{.norm = check_forward(op, options, if_shared(options, options.scale),
+                                              if_shared(options, options.shift), input)};
+  require(!options.gate || options.residual, op, ": ", options.shared ? "column_scale" : "gate",
+          " must not be given without a residual, got one");
+  require(!options.row_scale || options.residual, op,
+          ": row_scale must not be given without a residual, got one");
+  call.scales = check_scales(op, "input", call.norm.input.info, call.norm.leading, options);
+  return call;
 }
 
 NormResults modulated_norm_forward(const ModulatedNormOptions& options, const Tensor& input) {
   CheckedModulated call = check_modulated(options, input);
   const TensorInfo shape = call.norm.input.info;
-  const OptionalTensor row_scale = dense(options.row_scale);
-  NormResults results = allocate(call.norm, call.options);
+  NormResults results = allocate(call.norm, options);
   ModulatedNormForward args{};
   static_cast<NormForward&>(args) = call.norm.args;
-  put_scales(args, call.scales, row_scale, call.norm.leading > 0 ? shape.sizes[0] : 1, options);
+  put_scales(args, call.scales, call.norm.leading, shape, options, call.norm.copies);
   if (!options.shared) {
-    args.bias = call.scales.shift.data();
+    call.scales.shift.put_into(args.bias, args.shift_stride);
     args.bias_dtype = call.scales.shift_dtype;
-    args.shift_stride = call.scales.shift.stride;
   }
   if (args.rows > 0 && args.cols > 0) {
     run_operator(backend().modulated_norm_forward, args, shape.device, [&] {
@@ -149,48 +181,27 @@ NormResults modulated_norm_forward(const ModulatedNormOptions& options, const Te
   return results;
 }
 
-void modulated_norm_forward_check(const ModulatedNormOptions& options, const Tensor& input) {
-  check_modulated(options, input);
-}
-
 struct CheckedModulatedBackward {
-  NormBackwardOptions options;
   CheckedNormBackward norm;
-  Scales scales;
-  RowTensor branch;
-  DType branch_dtype;
+  Scales scales{};
+  RowTensor branch{};
+  DType branch_dtype{};
 };
 
 CheckedModulatedBackward check_modulated_backward(const ModulatedNormBackwardOptions& options,
                                                   const OptionalTensor& doutput) {
   const char* op = backward_name(norm_kind_of(options.kind), form_of(options.shared));
-  const NormBackwardOptions plain{.dresidual_out = options.dresidual_out,
-                                  .x = options.x,
-                                  .weight = options.shared ? options.scale : OptionalTensor{},
-                                  .bias = options.shared ? options.shift : OptionalTensor{},
-                                  .seed = options.seed,
-                                  .mean = options.mean,
-                                  .rstd = options.rstd,
-                                  .normalized_shape = options.normalized_shape,
-                                  .kind = options.kind,
-                                  .weight_offset = options.weight_offset,
-                                  .dropout_p = options.dropout_p,
-                                  .input_dtype = options.input_dtype,
-                                  .residual_dtype = options.residual_dtype,
-                                  .grad_mask = options.grad_mask};
-  CheckedModulatedBackward call{.options = plain,
-                                .norm = check_backward(op, plain, doutput),
-                                .scales = {},
-                                .branch = row_tensor(op, "branch", options.branch),
-                                .branch_dtype = {}};
+  CheckedModulatedBackward call{.norm =
+                                    check_backward(op, options, if_shared(options, options.scale),
+                                                   if_shared(options, options.shift), doutput)};
+  call.branch = row_tensor(op, "branch", options.branch);
   const TensorInfo& shape = call.norm.x.info;
-  const CheckedAgainst checked(op, "x", shape);
-  checked.row_scale(options.row_scale, call.norm.leading);
-  call.scales = scales_of(op, "x", shape, options);
+  call.scales = check_scales(op, "x", shape, call.norm.leading, options);
   require(options.branch.has_value() == options.gate.has_value(), op,
           ": branch must be given with a gate only, got ", options.branch ? "one" : "none");
   if (options.branch) {
-    call.branch_dtype = checked.tensor("branch", call.branch.info, shape.sizes, shape.dims);
+    const CheckedAgainst checked(op, "x", shape);
+    call.branch_dtype = checked.tensor("branch", call.branch.info, shape);
     call.norm.args.dinput_dtype = call.branch_dtype;
   }
   return call;
@@ -201,20 +212,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> modulated_norm_backward(
   CheckedModulatedBackward call = check_modulated_backward(options, doutput);
   const TensorInfo x = call.norm.x.info;
   // Of the gradients of scale, shift and gate.
-  const int64_t row_dims = static_cast<int64_t>(options.normalized_shape.size());
-  const TensorInfo scale = options.shared ? TensorInfo{} : info_of(*options.scale);
-  const int64_t* const sizes = options.shared ? options.normalized_shape.data() : scale.sizes;
-  const int64_t dims = options.shared ? row_dims : scale.dims;
-  const NormBackwardRows rows = allocate(call.norm, call.options, doutput, call.branch);
-  const OptionalTensor weight = dense(call.options.weight);
-  const OptionalTensor row_scale = dense(options.row_scale);
+  const Shape sizes = options.shared ? Shape(options.normalized_shape) : info_of(*options.scale);
+  auto [dinput, dresidual] = allocate(call.norm, options, call.branch);
   ModulatedNormBackward args{};
   static_cast<NormBackward&>(args) = call.norm.args;
-  args.weight = data_of(weight);
-  args.seed = static_cast<const int64_t*>(data_of(options.seed));
-  put_scales(args, call.scales, row_scale, call.norm.leading > 0 ? x.sizes[0] : 1, options);
-  args.branch = call.branch.data();
-  args.branch_stride = call.branch.stride;
+  put_scales(args, call.scales, call.norm.leading, x, options, call.norm.copies);
+  call.branch.put_into(args.branch, args.branch_stride);
   args.branch_dtype = call.branch_dtype;
   if (!options.shared) {
     args.dweight_dtype = call.scales.scale_dtype;
@@ -222,27 +225,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> modulated_norm_backward(
   } else if (!options.scale) {
     args.dweight_dtype = args.x_dtype;
   }
-  const auto gradient = [&](bool wanted, DType dtype, void*& target) {
-    return gradient_of(wanted, sizes, dims, dtype, x.device, target);
+  const auto gradient = [&](int64_t bit, const OptionalTensor& of, DType dtype, void*& target) {
+    return empty_if((options.grad_mask & bit) && of, sizes, dtype, x.device, target);
   };
-  Tensor dscale = gradient((options.grad_mask & kWantWeight) && options.scale, args.dweight_dtype,
-                           args.dweight);
-  Tensor dshift =
-      gradient((options.grad_mask & kWantBias) && options.shift, args.dbias_dtype, args.dbias);
-  Tensor dgate =
-      gradient((options.grad_mask & kWantGate) && options.gate, args.gate_dtype, args.dgate);
+  Tensor dscale = gradient(kWantWeight, options.scale, args.dweight_dtype, args.dweight);
+  Tensor dshift = gradient(kWantBias, options.shift, args.dbias_dtype, args.dbias);
+  Tensor dgate = gradient(kWantGate, options.gate, args.gate_dtype, args.dgate);
   if (args.groups > 0 && args.cols > 0) {
     run_operator(backend().modulated_norm_backward, args, x.device, [&] {
       return describe_modulated(backward_name(args.kind, form_of(options.shared)), args,
                                 options.shared);
     });
   }
-  return {rows.dinput, rows.dresidual, dscale, dshift, dgate};
-}
-
-void modulated_norm_backward_check(const ModulatedNormBackwardOptions& options,
-                                   const OptionalTensor& doutput) {
-  check_modulated_backward(options, doutput);
+  return {dinput, dresidual, dscale, dshift, dgate};
 }
 
 }  // namespace
@@ -251,24 +246,14 @@ OperatorList modulated_norm_operators() {
   return {
       // x = residual + row_scale * gate * dropout(input), or input itself without a residual;
       // output = norm(x) * (weight_offset + scale) + shift.
-      entry<&Packed<&modulated_norm_forward>::call>(
-          "modulated_norm_forward(Tensor input" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_OPTIONS) ") -> (Tensor output, Tensor residual_out, Tensor "
-                                              "mean, Tensor rstd)"),
-      entry<&Packed<&modulated_norm_forward_check>::call>(
-          "modulated_norm_forward_check(Tensor input" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_OPTIONS) ") -> ()",
-          true),
+      entry<&modulated_norm_forward, &check_modulated>(
+          "modulated_norm_forward", "Tensor input" ONEPASS_SCHEMA(ONEPASS_MODULATED_NORM_OPTIONS),
+          "(Tensor output, Tensor residual_out, Tensor mean, Tensor rstd)"),
       // grad_mask: 1 dinput, 2 dresidual, 4 dscale, 8 dshift, 16 dgate.
-      entry<&Packed<&modulated_norm_backward>::call>(
-          "modulated_norm_backward(Tensor? doutput" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS) ") -> (Tensor dinput, Tensor dresidual, "
-                                                       "Tensor dscale, Tensor dshift, Tensor "
-                                                       "dgate)"),
-      entry<&Packed<&modulated_norm_backward_check>::call>(
-          "modulated_norm_backward_check(Tensor? doutput" ONEPASS_SCHEMA(
-              ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS) ") -> ()",
-          true),
+      entry<&modulated_norm_backward, &check_modulated_backward>(
+          "modulated_norm_backward",
+          "Tensor? doutput" ONEPASS_SCHEMA(ONEPASS_MODULATED_NORM_BACKWARD_OPTIONS),
+          "(Tensor dinput, Tensor dresidual, Tensor dscale, Tensor dshift, Tensor dgate)"),
   };
 }
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "ops/check.h"
+#include "core/visit.h"
 #include "ops/library.h"
 #include "ops/optimizer_table.h"
 #include "ops/runtime.h"
@@ -22,8 +22,7 @@ class CheckedTensors {
     // Checks all tensors: torch chose the kernel by the first, and has none for an empty list.
     device_ = info_of(tensors[0]).device;
     for (const AtenTensorHandle tensor : tensors) {
-      require_device(op, name, tensor, device_);
-      const FlatInfo info = flat_input_of(op, name, tensor);
+      const FlatInfo info = flat_input_of(op, name, tensor, device_);
       const DType dtype = require_dtype(op, name, info.scalar_type);
       wide_ = wide_ || dtype == DType::kFloat64;
       mixed_ = mixed_ || (!tensors_.empty() && dtype != tensors_.front().dtype);
@@ -58,22 +57,22 @@ class CheckedTensors {
   bool mixed_ = false;
 };
 
-void require_norm_type(const char* op, double norm_type) {
+// Starts the computation of the norm of all gradients together: float64 on their device. On CUDA it
+// is also written to `total`, if that is not null.
+Tensor norm_of(const char* op, const CheckedTensors& gradients, double norm_type,
+               void* total = nullptr, DType total_dtype = DType::kFloat32) {
   require(norm_type == 1.0 || norm_type == 2.0 || norm_type == INFINITY, op,
           ": norm_type must be 1, 2 or inf, got ", norm_type);
-}
-
-// Starts the computation of the norm of all gradients together: float64 on their device.
-Tensor norm_of(const char* op, const CheckedTensors& gradients, double norm_type) {
-  require_norm_type(op, norm_type);
-  Tensor norm = empty(nullptr, 0, DType::kFloat64, gradients.device());
+  Tensor norm = empty(Shape(nullptr, 0), DType::kFloat64, gradients.device());
   GradientNorm args{};
   args.gradients = gradients.flat();
   args.order = norm_type;
   args.wide = gradients.wide();
   args.norm = static_cast<double*>(norm.mutable_data_ptr());
+  args.total = total;
+  args.total_dtype = total_dtype;
   run_operator(backend().gradient_norm, args, gradients.device(),
-               [&]() -> Dispatch { return {.op = op, .arguments = gradients.text()}; });
+               [&] { return described(op, gradients.text()); });
   return norm;
 }
 
@@ -88,19 +87,11 @@ constexpr const char* kClip = "clip_grad_norm_";
 #ifndef ONEPASS_CUDA
 
 void write(void* target, DType dtype, double value) {
-  const float rounded = static_cast<float>(value);
-  switch (dtype) {
-    case DType::kFloat64:
-      *static_cast<double*>(target) = value;
-      break;
-    case DType::kFloat32:
-      *static_cast<float*>(target) = rounded;
-      break;
-    case DType::kBFloat16:
-      *static_cast<BFloat16*>(target) = narrow_to_bfloat16(rounded);
-      break;
-    case DType::kFloat16:
-      *static_cast<Float16*>(target) = narrow_to_float16(rounded);
+  if (dtype == DType::kFloat64) {
+    *static_cast<double*>(target) = value;
+  } else {
+    visit_dtype_up_to_float32(
+        dtype, [&]<class T>() { *static_cast<T*>(target) = narrow<T>(static_cast<float>(value)); });
   }
 }
 
@@ -110,7 +101,8 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
   const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
   const DType dtype = checked.common_dtype();
-  Tensor rounded = empty(nullptr, 0, dtype, checked.device());  // may fail: before the scaling
+  Tensor rounded =
+      empty(Shape(nullptr, 0), dtype, checked.device());  // may fail: before the scaling
   const Tensor total = norm_of(kClip, checked, norm_type);
   const double norm = *static_cast<const double*>(total.const_data_ptr());
   if (error_if_nonfinite && !std::isfinite(norm)) {
@@ -129,7 +121,7 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type,
     args.gradients = checked.flat();
     args.factor = factor;
     run_operator(backend().scale_gradients, args, checked.device(),
-                 [&]() -> Dispatch { return {.op = kClip, .arguments = checked.text()}; });
+                 [&] { return described(kClip, checked.text()); });
   }
   write(rounded.mutable_data_ptr(), dtype, norm);
   return rounded;
@@ -142,24 +134,15 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, 
   const TensorList gradients(list);
   const CheckedTensors checked(kClip, "gradients", gradients);
   checked.require_apart(kClip, "gradients");
-  require_norm_type(kClip, norm_type);
   const DType dtype = checked.common_dtype();
-  const Tensor norm = empty(nullptr, 0, DType::kFloat64, checked.device());
-  Tensor rounded = empty(nullptr, 0, dtype, checked.device());
-  const auto describe = [&]() -> Dispatch { return {.op = kClip, .arguments = checked.text()}; };
-  GradientNorm measure{};
-  measure.gradients = checked.flat();
-  measure.order = norm_type;
-  measure.wide = checked.wide();
-  measure.norm = static_cast<double*>(norm.mutable_data_ptr());
-  measure.total = rounded.mutable_data_ptr();
-  measure.total_dtype = dtype;
-  run_operator(backend().gradient_norm, measure, checked.device(), describe);
+  Tensor rounded = empty(Shape(nullptr, 0), dtype, checked.device());
+  const Tensor norm = norm_of(kClip, checked, norm_type, rounded.mutable_data_ptr(), dtype);
   ScaleGradients scale{};
   scale.gradients = checked.flat();
-  scale.norm = measure.norm;
+  scale.norm = static_cast<const double*>(norm.const_data_ptr());
   scale.max_norm = max_norm;
-  run_operator(backend().scale_gradients, scale, checked.device(), describe);
+  run_operator(backend().scale_gradients, scale, checked.device(),
+               [&] { return described(kClip, checked.text()); });
   return rounded;
 }
 
@@ -179,7 +162,7 @@ bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table
   if (checked.is_stale()) return false;
   const OptimizerStep args = checked.args();
   run_operator(backend().optimizer_step, args, checked.device(),
-               [&]() -> Dispatch { return {.op = op, .arguments = checked.text()}; });
+               [&] { return described(op, checked.text()); });
   checked.count(args);
   return true;
 }
@@ -188,16 +171,19 @@ bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table
 
 OperatorList optimizer_operators() {
   return {
-      entry<&clip_grad_norm>(
-          "clip_grad_norm(Tensor(a!)[] gradients, float max_norm, float norm_type, bool "
-          "error_if_nonfinite) -> Tensor"),
-      entry<&gradient_norm>("gradient_norm(Tensor[] gradients, float norm_type=2.0) -> Tensor"),
-      entry<&optimizer_table>(
-          "optimizer_table(Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout) -> SymInt"),
-      entry<&optimizer_table_release>("optimizer_table_release(Tensor state, SymInt table) -> ()"),
-      entry<&Packed<&optimizer_step>::call>(
-          "optimizer_step(SymInt algorithm, SymInt table, Tensor(a!)[] gradients, Tensor hyper, "
-          "*" ONEPASS_SCHEMA(ONEPASS_STEP_OPTIONS) ") -> bool"),
+      entry<&clip_grad_norm>("clip_grad_norm",
+                             "Tensor(a!)[] gradients, float max_norm, float norm_type, "
+                             "bool error_if_nonfinite",
+                             "Tensor"),
+      entry<&gradient_norm>("gradient_norm", "Tensor[] gradients, float norm_type=2.0", "Tensor"),
+      entry<&optimizer_table>("optimizer_table",
+                              "Tensor(a!)[] params, Tensor(b!)[] states, Tensor layout", "SymInt"),
+      entry<&optimizer_table_release>("optimizer_table_release", "Tensor state, SymInt table",
+                                      "()"),
+      entry<&optimizer_step>("optimizer_step",
+                             "SymInt algorithm, SymInt table, Tensor(a!)[] gradients, "
+                             "Tensor hyper, *" ONEPASS_SCHEMA(ONEPASS_STEP_OPTIONS),
+                             "bool"),
   };
 }
 

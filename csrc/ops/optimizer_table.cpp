@@ -4,6 +4,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "core/visit.h"
+
 namespace onepass {
 namespace {
 
@@ -23,11 +25,6 @@ struct StateSlice {
   int32_t scalar_type = 0;
 };
 
-int64_t size_of_state(int32_t scalar_type) {
-  const std::optional<DType> dtype = dtype_of(scalar_type);
-  return dtype ? size_of(*dtype) : is_int16(scalar_type) ? 2 : 1;
-}
-
 // The states of one parameter at `place`, a pair of `layout`.
 StateSlice slice(const std::vector<StateBuffer>& buffers, const int64_t* place, int64_t numel) {
   if (place[0] < 0) return {};
@@ -41,19 +38,12 @@ StateSlice slice(const std::vector<StateBuffer>& buffers, const int64_t* place, 
 
 // Stochastic rounding concerns the step alone, not the table.
 std::optional<MomentType> moment_type_of(const StateSlice& moment) {
-  if (is_uint8(moment.scalar_type)) return MomentType::kInt8;
+  if (is(ScalarType::Byte, moment.scalar_type)) return MomentType::kInt8;
   const std::optional<DType> dtype = dtype_of(moment.scalar_type);
   if (!dtype) return std::nullopt;
-  switch (*dtype) {
-    case DType::kFloat64:
-      return MomentType::kFloat64;
-    case DType::kFloat32:
-      return MomentType::kFloat32;
-    case DType::kFloat16:
-      return MomentType::kFloat16;
-    default:
-      return MomentType::kBFloat16;
-  }
+  constexpr MomentType types[] = {MomentType::kFloat32, MomentType::kBFloat16, MomentType::kFloat16,
+                                  MomentType::kFloat64};
+  return types[static_cast<int>(*dtype)];
 }
 
 void add_moments(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
@@ -86,13 +76,13 @@ void add_moments(StepTensor& tensor, const std::vector<StateBuffer>& buffers, co
 void add_master(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
   const StateSlice master = slice(buffers, row + kMasterColumn, tensor.numel);
   if (!master.data) return;
-  const bool remainder = is_int16(master.scalar_type);
+  const bool remainder = is(ScalarType::Short, master.scalar_type);
   require(remainder
               ? tensor.param_dtype == DType::kBFloat16
               : size_of(tensor.param_dtype) == 2 && dtype_of(master.scalar_type) == DType::kFloat32,
           kTableOp, ": states must hold masters in float32 for 16-bit parameters, or int16 ",
           "remainders for bfloat16 ones, got ", TypeName{master.scalar_type}, " for ",
-          name_of(tensor.param_dtype));
+          tensor.param_dtype);
   tensor.master = master.data;
   tensor.master_kind = remainder ? Master::kRemainder : Master::kFloat32;
 }
@@ -104,8 +94,7 @@ void add_average(StepTensor& tensor, const std::vector<StateBuffer>& buffers, co
   require(dtype && (dtype == tensor.param_dtype ||
                     (dtype == DType::kFloat32 && tensor.param_dtype != DType::kFloat64)),
           kTableOp, ": states must hold averages in the parameter's dtype, or in float32 unless ",
-          "that is float64, got ", TypeName{average.scalar_type}, " for ",
-          name_of(tensor.param_dtype));
+          "that is float64, got ", TypeName{average.scalar_type}, " for ", tensor.param_dtype);
   tensor.average = average.data;
   tensor.average_dtype = *dtype;
 }
@@ -141,8 +130,8 @@ bool are_in_one_order(const char* op, const TensorInfo& param, const TensorInfo&
     same_shape = param.sizes[d] == gradient.sizes[d];
     same_order = same_order && (param.sizes[d] == 1 || param.strides[d] == gradient.strides[d]);
   }
-  require(same_shape, op, ": gradients must have their parameter's shape, ", shape_of(param),
-          ", got ", shape_of(gradient));
+  require(same_shape, op, ": gradients must have their parameter's shape, ", param, ", got ",
+          gradient);
   return same_order;
 }
 
@@ -153,20 +142,19 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
     : params(params_), states(states_) {
   const int64_t count = static_cast<int64_t>(params.size());
   const TensorInfo table = input_of(kTableOp, "layout", layout);
-  require(is_int64(table.scalar_type) && table.dims == 2 && table.sizes[0] == count &&
+  require(is(ScalarType::Long, table.scalar_type) && table.dims == 2 && table.sizes[0] == count &&
               table.sizes[1] == kLayoutColumns && layout.is_contiguous(),
           kTableOp, ": layout must be a contiguous int64 tensor of shape (", count, ", ",
-          static_cast<int64_t>(kLayoutColumns), "), got ", shape_of(table), " of ",
+          static_cast<int64_t>(kLayoutColumns), "), got ", table, " of ",
           TypeName{table.scalar_type});
   const int64_t* row = static_cast<const int64_t*>(layout.const_data_ptr());
   if (count > 0) device = info_of(params.front()).device;
   std::vector<StateBuffer> buffers;
   buffers.reserve(states.size());
   for (const Tensor& state : states) {
-    require_device(kTableOp, "states", state, device);
-    const FlatInfo info = flat_input_of(kTableOp, "states", state);
+    const FlatInfo info = flat_input_of(kTableOp, "states", state.get(), device);
     buffers.push_back({static_cast<char*>(state.mutable_data_ptr()), info.numel, info.scalar_type,
-                       size_of_state(info.scalar_type)});
+                       element_size_of(info.scalar_type)});
     state_infos.push_back(info);
     state_data.push_back(buffers.back().data);
   }
@@ -175,8 +163,7 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
   first_piece.reserve(params.size() + 1);
   int64_t pieces = 0;
   for (const Tensor& param : params) {
-    require_device(kTableOp, "params", param, device);
-    const FlatInfo info = flat_input_of(kTableOp, "params", param);
+    const FlatInfo info = flat_input_of(kTableOp, "params", param.get(), device);
     StepTensor tensor{};
     tensor.numel = info.numel;
     tensor.param_dtype = require_dtype(kTableOp, "params", info.scalar_type);
@@ -230,7 +217,7 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
               hyper.is_contiguous(),
           op, ": hyper must be a contiguous float64 tensor of shape (", table_->groups, ", ",
-          kHyperColumns, "), got ", shape_of(info), " of ", TypeName{info.scalar_type});
+          kHyperColumns, "), got ", info, " of ", TypeName{info.scalar_type});
   hyper_ = static_cast<const double*>(hyper.const_data_ptr());
   require(gradients.size() == table_->params.size(), op,
           ": gradients must be as many as the table's parameters, ", table_->params.size(),
@@ -286,7 +273,7 @@ bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle g
             op_, ": gradients must have dtype ",
             tensor.param_dtype == DType::kFloat64 ? "float64 like"
                                                   : "float32, bfloat16 or float16 beside",
-            " their parameter, got ", name_of(tensor.gradient_dtype));
+            " their parameter, got ", tensor.gradient_dtype);
   } else {
     tensor.gradient_dtype = tensor.param_dtype;
   }
@@ -336,19 +323,14 @@ int32_t CheckedStep::scalars_of(int32_t group, float steps) {
 namespace {
 
 double read_number(const char* op, const char* name, const Tensor& tensor) {
-  const FlatInfo info = flat_input_of(op, name, tensor);
-  require(info.numel == 1, op, ": ", name, " must have one element, got ", info.numel);
+  const TensorInfo info = input_of(op, name, tensor);
+  const int64_t numel = Shape(info).numel();
+  require(numel == 1, op, ": ", name, " must have one element, got ", numel);
   const void* const data = tensor.const_data_ptr();
-  switch (require_dtype(op, name, info.scalar_type)) {
-    case DType::kFloat64:
-      return *static_cast<const double*>(data);
-    case DType::kFloat32:
-      return *static_cast<const float*>(data);
-    case DType::kBFloat16:
-      return widen(*static_cast<const BFloat16*>(data));
-    default:
-      return widen(*static_cast<const Float16*>(data));
-  }
+  const DType dtype = require_dtype(op, name, info.scalar_type);
+  if (dtype == DType::kFloat64) return *static_cast<const double*>(data);
+  return visit_dtype_up_to_float32(dtype,
+                                   [&]<class T>() { return widen(*static_cast<const T*>(data)); });
 }
 
 }  // namespace
@@ -384,8 +366,8 @@ const void* number_on(const char* op, const char* name, const std::optional<Tens
   const TensorInfo info = input_of(op, name, *tensor);
   require(flat_info_of(*tensor).numel == 1 && dtype_of(info.scalar_type) == dtype &&
               info.device == device,
-          op, ": ", name, " must be one ", name_of(dtype), " on ", device, ", got ", shape_of(info),
-          " of ", TypeName{info.scalar_type}, " on ", info.device);
+          op, ": ", name, " must be one ", dtype, " on ", device, ", got ", info, " of ",
+          TypeName{info.scalar_type}, " on ", info.device);
   return tensor->const_data_ptr();
 }
 
@@ -406,7 +388,7 @@ OptimizerStep CheckedStep::args() const {
   require(dtype_of(info.scalar_type) == DType::kFloat64 && info.dims == 2 &&
               info.sizes[0] >= table_->groups && info.sizes[1] == kHyperColumns &&
               options_.device_hyper->is_contiguous() && info.device == device,
-          op_, ": device_hyper must be hyper on ", device, ", got ", shape_of(info), " of ",
+          op_, ": device_hyper must be hyper on ", device, ", got ", info, " of ",
           TypeName{info.scalar_type}, " on ", info.device);
   args.hyper = static_cast<const double*>(options_.device_hyper->const_data_ptr());
   return args;

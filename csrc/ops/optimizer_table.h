@@ -31,19 +31,18 @@ inline bool is_dense(const TensorInfo& info) {
 
 inline void require_dense(const char* op, const char* name, const TensorInfo& info) {
   require(is_dense(info), op, ": ", name, " must have no gaps between their elements, got shape ",
-          shape_of(info), " with strides ", Shape{info.strides, info.dims});
+          info, " with strides ", Shape{info.strides, info.dims});
 }
 
-// The checks of a tensor argument whose elements may have any order, but no gaps.
-inline FlatInfo flat_input_of(const char* op, const char* name, AtenTensorHandle tensor) {
+// The checks of a tensor of a list, whose elements may have any order, but no gaps.
+inline FlatInfo flat_input_of(const char* op, const char* name, AtenTensorHandle tensor,
+                              const Device& device) {
   set_operator(op);
+  require_device(op, name, tensor, device);
   const FlatInfo info = flat_info_of(tensor);
   if (!info.contiguous) require_dense(op, name, info_of(tensor));
   require_memory(op, name, tensor, info);
   return info;
-}
-inline FlatInfo flat_input_of(const char* op, const char* name, const Tensor& tensor) {
-  return flat_input_of(op, name, tensor.get());
 }
 
 inline int64_t pieces_of(int64_t numel) { return (numel + kPieceElements - 1) / kPieceElements; }

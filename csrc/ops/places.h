@@ -82,16 +82,12 @@ struct Place {
   TensorInfo info;
   int64_t bytes;
 
-  bool is_empty() const {
-    return std::any_of(info.sizes, info.sizes + info.dims, [](int64_t n) { return n == 0; });
-  }
+  bool is_empty() const { return Shape(info).is_empty(); }
 };
 
 // Whether two elements of one tensor share memory, as in an expanded tensor.
 inline bool has_shared_elements(const TensorInfo& info) {
-  for (int64_t d = 0; d < info.dims; ++d) {
-    if (info.sizes[d] == 0) return false;
-  }
+  if (Shape(info).is_empty()) return false;
   for (int64_t d = 0; d < info.dims; ++d) {  // the first in which they differ
     if (info.sizes[d] == 1) continue;
     Reach reach;

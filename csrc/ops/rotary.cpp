@@ -2,11 +2,8 @@
 // allocation.
 #include "ops/rotary.h"
 
-#include <list>
 #include <tuple>
 
-#include "ops/check.h"
-#include "ops/fields.h"
 #include "ops/library.h"
 #include "ops/places.h"
 #include "ops/rows.h"
@@ -15,24 +12,30 @@
 namespace onepass {
 namespace {
 
-// The arguments of rotary_forward and rotary_forward_inplace besides query and key.
+// Arguments of every operator.
 #define ONEPASS_ROTARY_TABLES(FIELD)   \
   FIELD(Tensor, cos, "")               \
   FIELD(Tensor, sin, "")               \
   FIELD(OptionalTensor, positions, "") \
   FIELD(int64_t, rotary_dim, "")       \
   FIELD(bool, interleaved, "")
+// A result lies as (batch, tokens, heads, head_dim) does.
+#define ONEPASS_ROTARY_LAYOUTS(FIELD) \
+  FIELD(bool, query_bshd, "")         \
+  FIELD(bool, key_bshd, "")
 #define ONEPASS_ROTARY_NORMS(FIELD)                                              \
   FIELD(OptionalTensor, query_weight, "=None") /* of the RMS norm of its rows */ \
   FIELD(OptionalTensor, key_weight, "=None")                                     \
   FIELD(OptionalDouble, eps, "=None") /* given with a weight */                  \
   FIELD(double, weight_offset, "=0.0")
-#define ONEPASS_ROTARY_OPTIONS(FIELD)                                                        \
-  FIELD(OptionalTensor, key, "")                                                             \
-  ONEPASS_ROTARY_TABLES(FIELD)                                                               \
-  FIELD(bool, transposed, "")                                                                \
-  FIELD(bool, query_bshd, "") /* its output lies as (batch, tokens, heads, head_dim) does */ \
-  FIELD(bool, key_bshd, "")                                                                  \
+
+// The arguments of rotary_forward besides query, and of rotary_forward_inplace besides query and
+// key.
+#define ONEPASS_ROTARY_OPTIONS(FIELD) \
+  FIELD(OptionalTensor, key, "")      \
+  ONEPASS_ROTARY_TABLES(FIELD)        \
+  FIELD(bool, transposed, "")         \
+  ONEPASS_ROTARY_LAYOUTS(FIELD)       \
   ONEPASS_ROTARY_NORMS(FIELD)
 #define ONEPASS_ROTARY_INPLACE_OPTIONS(FIELD) \
   ONEPASS_ROTARY_TABLES(FIELD)                \
@@ -44,13 +47,8 @@ namespace {
   FIELD(OptionalTensor, dkey_out, "")          \
   FIELD(OptionalTensor, query, "")             \
   FIELD(OptionalTensor, key, "")               \
-  FIELD(Tensor, cos, "")                       \
-  FIELD(Tensor, sin, "")                       \
-  FIELD(OptionalTensor, positions, "")         \
-  FIELD(int64_t, rotary_dim, "")               \
-  FIELD(bool, interleaved, "")                 \
-  FIELD(bool, query_bshd, "")                  \
-  FIELD(bool, key_bshd, "")                    \
+  ONEPASS_ROTARY_TABLES(FIELD)                 \
+  ONEPASS_ROTARY_LAYOUTS(FIELD)                \
   FIELD(OptionalTensor, query_weight, "")      \
   FIELD(OptionalTensor, key_weight, "")        \
   FIELD(double, eps, "")                       \
@@ -76,6 +74,11 @@ struct Names {
 constexpr Names kForwardNames = {"rotary_embedding", "query", "key"};
 constexpr Names kBackwardNames = {"rotary_embedding_backward", "dquery_out", "dkey_out"};
 
+template <class Options>
+bool has_norms(const Options& options) {
+  return options.query_weight || options.key_weight;
+}
+
 template <class Args>
 struct CheckedRotary {
   Args args{};
@@ -88,9 +91,7 @@ void check_key(const Names& names, const CheckedAgainst& checked, const TensorIn
                const TensorInfo& key) {
   const int64_t heads = key.dims == 4 ? key.sizes[1] : query.sizes[1];
   const int64_t shape[] = {query.sizes[0], heads, query.sizes[2], query.sizes[3]};
-  const DType dtype = checked.tensor(names.key, key, shape, 4);
-  require(dtype == checked.first_dtype(), names.op, ": ", names.key, " must have dtype ",
-          name_of(checked.first_dtype()), " like ", names.query, ", got ", name_of(dtype));
+  checked.tensor_of(names.key, key, shape, checked.first_dtype(), names.query);
 }
 
 template <class Options>
@@ -107,20 +108,17 @@ void check_tables(const char* op, const Options& options, const CheckedAgainst& 
   const int64_t width = cos.dims > 0 ? cos.sizes[cos.dims - 1] : -1;
   require(width == args.rotary_dim || 2 * width == args.rotary_dim, op,
           ": cos must have a column for each of ", args.rotary_dim,
-          " that are rotated, or for each pair, got shape ", shape_of(cos));
+          " that are rotated, or for each pair, got shape ", cos);
   args.half_width = width != args.rotary_dim;
   if (options.positions) {
-    require(cos.dims == 2, op, ": cos must have 2 dimensions with positions, got shape ",
-            shape_of(cos));
+    require(cos.dims == 2, op, ": cos must have 2 dimensions with positions, got shape ", cos);
   } else {
     require((cos.dims == 2 || cos.dims == 3) && cos.sizes[cos.dims - 2] == args.tokens &&
                 (cos.dims == 2 || cos.sizes[0] == 1 || cos.sizes[0] == args.batch),
             op, ": cos must have shape (", args.tokens, ", columns) or (", args.batch, ", ",
-            args.tokens, ", columns), got ", shape_of(cos));
+            args.tokens, ", columns), got ", cos);
   }
-  const DType sin_dtype = checked.tensor("sin", sin, cos.sizes, cos.dims);
-  require(sin_dtype == args.table_dtype, op, ": sin must have dtype ", name_of(args.table_dtype),
-          " like cos, got ", name_of(sin_dtype));
+  checked.tensor_of("sin", sin, cos, args.table_dtype, "cos");
   args.rows = cos.sizes[cos.dims - 2];
 }
 
@@ -133,23 +131,16 @@ void check_positions(const char* op, const Tensor& positions, const CheckedAgain
                      RotaryForward& args) {
   const TensorInfo info = input_of(op, "positions", positions);
   checked.device("positions", info);
-  args.wide_positions = is_int64(info.scalar_type);
-  require(args.wide_positions || is_int32(info.scalar_type), op,
+  args.wide_positions = is(ScalarType::Long, info.scalar_type);
+  require(args.wide_positions || is(ScalarType::Int, info.scalar_type), op,
           ": positions must have dtype int64 or int32, got ", TypeName{info.scalar_type});
   const bool by_batch = info.dims == 2;
   require((by_batch || info.dims == 1) && info.sizes[info.dims - 1] == args.tokens &&
               (!by_batch || info.sizes[0] == 1 || info.sizes[0] == args.batch),
           op, ": positions must have shape (", args.tokens, ",) or (", args.batch, ", ",
-          args.tokens, "), got ", shape_of(info));
+          args.tokens, "), got ", info);
   args.positions_stride = info.strides[info.dims - 1];
   args.positions_batch_stride = by_batch ? stride_of(info, 0) : 0;
-}
-
-// (head_dim,), for rows of `heads`.
-void check_weight(const char* op, const char* name, const OptionalTensor& weight,
-                  const CheckedAgainst& checked, int64_t head_dim, RotatedHeads& heads) {
-  if (!weight) return;
-  heads.weight_dtype = checked.tensor(name, input_of(op, name, *weight), &head_dim, 1);
 }
 
 template <class Args, class Options>
@@ -160,7 +151,7 @@ CheckedRotary<Args> check_rotary(const Names& names, const Options& options, con
   RotaryForward& args = call.args;
   const CheckedAgainst checked(op, names.query, call.query);
   require(call.query.dims == 4, op, ": ", names.query,
-          " must have 4 dimensions, or 3 without a batch, got shape ", shape_of(call.query));
+          " must have 4 dimensions, or 3 without a batch, got shape ", call.query);
   args.dtype = checked.first_dtype();
   args.batch = call.query.sizes[0];
   args.query.heads = call.query.sizes[1];
@@ -173,13 +164,13 @@ CheckedRotary<Args> check_rotary(const Names& names, const Options& options, con
   }
   check_tables(op, options, checked, args);
   if (options.positions) check_positions(op, *options.positions, checked, args);
-  check_weight(op, "query_weight", options.query_weight, checked, args.head_dim, args.query);
+  const Shape row(&args.head_dim, 1);
+  args.query.weight_dtype = checked.tensor("query_weight", options.query_weight, row);
   require(key || !options.key_weight, op, ": key_weight must be given with ", names.key,
           " only, got one without");
-  check_weight(op, "key_weight", options.key_weight, checked, args.head_dim, args.key);
+  args.key.weight_dtype = checked.tensor("key_weight", options.key_weight, row);
   if constexpr (!kHostReadsTensors) {
-    const bool has_norms = options.query_weight || options.key_weight;
-    require(!has_norms || args.head_dim <= kMostNormedColumns, op, ": ", names.query,
+    require(!has_norms(options) || args.head_dim <= kMostNormedColumns, op, ": ", names.query,
             " must have a head_dim of at most ", kMostNormedColumns, " with a weight on CUDA, got ",
             args.head_dim);
   }
@@ -193,7 +184,7 @@ CheckedRotary<RotaryForward> check_rows_and_norms(const Options& options, const 
                                                   const OptionalTensor& key) {
   const char* const op = kForwardNames.op;
   auto call = check_rotary<RotaryForward>(kForwardNames, options, query, key);
-  const bool has_weight = options.query_weight || options.key_weight;
+  const bool has_weight = has_norms(options);
   require(has_weight || !options.eps, op, ": eps must be given with a weight only, got ",
           options.eps.value_or(0.0), " without");
   require(!has_weight || options.eps, op, ": eps must be given with a weight, got none");
@@ -205,8 +196,7 @@ CheckedRotary<RotaryForward> check_rows_and_norms(const Options& options, const 
 
 CheckedRotary<RotaryForward> check_forward(const RotaryOptions& options, const Tensor& query) {
   auto call = check_rows_and_norms(options, query, options.key);
-  const bool has_weight = options.query_weight || options.key_weight;
-  require(!has_weight || !options.transposed, kForwardNames.op,
+  require(!has_norms(options) || !options.transposed, kForwardNames.op,
           ": transposed must be False with a weight, got True");
   call.args.transposed = options.transposed;
   return call;
@@ -219,7 +209,7 @@ void check_place(const char* name, const TensorInfo& info) {
   require(info.sizes[3] <= 1 || info.strides[3] == 1, op, ": ", name,
           " must be dense in its last dimension, it is rotated in place, got strides ", strides);
   require(!has_shared_elements(info), op, ": ", name,
-          " must have a place for each element, it is rotated in place, got shape ", shape_of(info),
+          " must have a place for each element, it is rotated in place, got shape ", info,
           " with strides ", strides);
 }
 
@@ -265,9 +255,7 @@ void check_normed(const char* name, const OptionalTensor& x, const OptionalTenso
   if (!weight) return;
   const char* const op = kBackwardNames.op;
   require(x.has_value(), op, ": ", name, " must be given with its weight, got none");
-  const DType dtype = checked.tensor(name, input_of(op, name, *x), d.sizes, 4);
-  require(dtype == checked.first_dtype(), op, ": ", name, " must have dtype ",
-          name_of(checked.first_dtype()), " like dquery_out, got ", name_of(dtype));
+  checked.tensor_of(name, *x, d, checked.first_dtype(), "dquery_out");
 }
 
 CheckedRotary<RotaryBackward> check_backward(const RotaryBackwardOptions& options,
@@ -295,10 +283,10 @@ CheckedRotary<RotaryBackward> check_backward(const RotaryBackwardOptions& option
 }
 
 // A tensor whose last dimension is not dense is copied, any other is read in place.
-OptionalTensor with_dense_columns(const Tensor& tensor) {
+const Tensor& with_dense_columns(const Tensor& tensor, Copies& copies) {
   const TensorInfo info = info_of(tensor);
-  const bool is_dense = info.sizes[info.dims - 1] <= 1 || info.strides[info.dims - 1] == 1;
-  return is_dense ? tensor : contiguous_copy(tensor);
+  if (info.sizes[info.dims - 1] <= 1 || info.strides[info.dims - 1] == 1) return tensor;
+  return copies.emplace_back(contiguous_copy(tensor));
 }
 
 HeadStride strides_of(const Tensor& tensor) {
@@ -306,62 +294,42 @@ HeadStride strides_of(const Tensor& tensor) {
   return {stride_of(info, 0), stride_of(info, 1), stride_of(info, 2)};
 }
 
-RotaryTable table_of(const Tensor& tensor) {
+const void* rows_of(const Tensor& given, HeadStride& stride, Copies& copies) {
+  const Tensor& tensor = with_dense_columns(given, copies);
+  stride = strides_of(tensor);
+  return tensor.const_data_ptr();
+}
+
+RotaryTable table_of(const Tensor& given, Copies& copies) {
+  const Tensor& tensor = with_dense_columns(given, copies);
   const TensorInfo info = info_of(tensor);
   return {tensor.const_data_ptr(), info.dims == 3 ? stride_of(info, 0) : 0,
           stride_of(info, info.dims - 2)};
 }
 
-Dispatch describe(const char* op, const RotaryForward& args) {
-  std::ostringstream text;
-  text << args.batch << " x " << args.query.heads;
-  if (args.key.heads > 0) text << " + " << args.key.heads;
-  text << " heads x " << args.tokens << " x " << args.head_dim << ", " << args.rotary_dim
-       << " columns in " << (args.interleaved ? "neighbouring" : "distant") << " pairs, ";
-  if (args.query.weight || args.key.weight) {
-    text << "after RMS norms of "
-         << (!args.key.weight     ? "query"
-             : !args.query.weight ? "key"
-                                  : "both")
-         << ", ";
+// The arguments besides the rows, copied where necessary.
+template <class Options>
+void put_options([[maybe_unused]] const char* op, const Options& options, RotaryForward& args,
+                 Copies& copies) {
+  args.cos = table_of(options.cos, copies);
+  args.sin = table_of(options.sin, copies);
+  if (options.positions) {
+    args.positions = options.positions->const_data_ptr();
+    if constexpr (kHostReadsTensors) require_positions(op, args);
   }
-  text << name_of(args.dtype) << ", cos " << name_of(args.table_dtype);
-  if (args.in_place) text << ", in place";
-  return {.op = op, .arguments = text.str()};
+  args.query.weight = dense_data_of(options.query_weight, copies);
+  args.key.weight = dense_data_of(options.key_weight, copies);
 }
 
-// The tensors that a call reads, copied where necessary.
-class Inputs {
- public:
-  // A tensor whose last dimension is not dense is copied, any other is read in place.
-  template <class Args, class Options>
-  Inputs([[maybe_unused]] const char* op, const Options& options, Args& args) {
-    args.cos = table_of(keep(with_dense_columns(options.cos)));
-    args.sin = table_of(keep(with_dense_columns(options.sin)));
-    if (options.positions) {
-      args.positions = options.positions->const_data_ptr();
-      if constexpr (kHostReadsTensors) require_positions(op, args);
-    }
-    weight(options.query_weight, args.query);
-    weight(options.key_weight, args.key);
-  }
-
-  const void* rows(const Tensor& tensor, HeadStride& stride) {
-    const Tensor& dense_rows = keep(with_dense_columns(tensor));
-    stride = strides_of(dense_rows);
-    return dense_rows.const_data_ptr();
-  }
-
- private:
-  const Tensor& keep(OptionalTensor tensor) { return kept_.emplace_back(std::move(*tensor)); }
-
-  void weight(const OptionalTensor& tensor, RotatedHeads& heads) {
-    if (!tensor) return;
-    heads.weight = keep(dense(tensor)).const_data_ptr();
-  }
-
-  std::list<Tensor> kept_;
-};
+Dispatch describe(const char* op, const RotaryForward& args) {
+  const char* const normed = !args.key.weight ? "query" : !args.query.weight ? "key" : "both";
+  return described(op, args.batch, " x ", args.query.heads,
+                   when(args.key.heads > 0, " + ", args.key.heads), " heads x ", args.tokens, " x ",
+                   args.head_dim, ", ", args.rotary_dim, " columns in ",
+                   args.interleaved ? "neighbouring" : "distant", " pairs, ",
+                   when(args.query.weight || args.key.weight, "after RMS norms of ", normed, ", "),
+                   args.dtype, ", cos ", args.table_dtype, when(args.in_place, ", in place"));
+}
 
 bool is_empty(const RotaryForward& args) {
   return args.batch * args.tokens * args.head_dim == 0 || args.query.heads + args.key.heads == 0;
@@ -370,12 +338,13 @@ bool is_empty(const RotaryForward& args) {
 std::tuple<Tensor, Tensor> rotary_forward(const RotaryOptions& options, const Tensor& query) {
   auto call = check_forward(options, query);
   RotaryForward& args = call.args;
-  Inputs inputs(kForwardNames.op, options, args);
+  Copies copies;
+  put_options(kForwardNames.op, options, args, copies);
   const Device device = call.query.device;
   const auto output = [&](const Tensor& input, const TensorInfo& info, bool bshd,
                           RotatedHeads& heads) {
-    Tensor made = empty_rows(info.sizes, 4, args.dtype, device, bshd);
-    heads.input = inputs.rows(input, heads.input_stride);
+    Tensor made = empty_rows(info, args.dtype, device, bshd);
+    heads.input = rows_of(input, heads.input_stride, copies);
     heads.output = made.mutable_data_ptr();
     heads.output_stride = strides_of(made);
     return made;
@@ -395,9 +364,9 @@ void rotary_forward_inplace(const RotaryInplaceOptions& options, const Tensor& q
   auto call = check_inplace(options, query, key);
   RotaryForward& args = call.args;
   if (is_empty(args)) return;
-  const bool has_norms = options.query_weight || options.key_weight;
-  if (args.rotary_dim == 0 && !has_norms) return;
-  Inputs inputs(kForwardNames.op, options, args);
+  if (args.rotary_dim == 0 && !has_norms(options)) return;
+  Copies copies;
+  put_options(kForwardNames.op, options, args, copies);
   const auto here = [](const Tensor& tensor, RotatedHeads& heads) {
     heads.input = heads.output = mutable_data_of(tensor.get());
     heads.input_stride = heads.output_stride = strides_of(tensor);
@@ -413,7 +382,8 @@ using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tensor& dquery_out) {
   auto call = check_backward(options, dquery_out);
   RotaryBackward& args = call.args;
-  Inputs inputs(kBackwardNames.op, options, args);
+  Copies copies;
+  put_options(kBackwardNames.op, options, args, copies);
   const Device device = call.query.device;
   // The gradients of a tensor's rows and of its weight.
   const auto gradients = [&](const OptionalTensor& d, const TensorInfo& info,
@@ -421,15 +391,14 @@ BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tens
                              bool wants_rows, bool wants_weight, RotatedHeads& heads,
                              NormedHeads& norm) {
     const bool has_rows = args.batch * heads.heads * args.tokens > 0;
+    const DType weight_dtype = weight ? heads.weight_dtype : args.dtype;
+    const Shape row(&args.head_dim, 1);
+    const bool sums = weight && wants_weight;
+    Tensor dweight = empty_if(sums && has_rows, row, weight_dtype, device, norm.dweight);
+    if (sums && !has_rows) dweight = zeros(row, weight_dtype, device);
     Tensor rows = empty_1d(0, args.dtype, device);
-    Tensor dweight = empty_1d(0, weight ? heads.weight_dtype : args.dtype, device);
-    if (weight && wants_weight) {
-      dweight = has_rows ? empty_1d(args.head_dim, heads.weight_dtype, device)
-                         : zeros_like(*weight, heads.weight_dtype);
-      if (has_rows) norm.dweight = dweight.mutable_data_ptr();
-    }
     if (d && wants_rows) {
-      rows = empty_rows(info.sizes, 4, args.dtype, device, bshd);
+      rows = empty_rows(info, args.dtype, device, bshd);
       heads.output = rows.mutable_data_ptr();
       heads.output_stride = strides_of(rows);
     }
@@ -437,8 +406,8 @@ BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tens
       heads = {};  // no gradient is wanted
       return std::pair{rows, dweight};
     }
-    heads.input = inputs.rows(*d, heads.input_stride);
-    if (weight) norm.x = inputs.rows(*x, norm.x_stride);
+    heads.input = rows_of(*d, heads.input_stride, copies);
+    if (weight) norm.x = rows_of(*x, norm.x_stride, copies);
     return std::pair{rows, dweight};
   };
   const int64_t mask = options.grad_mask;
@@ -455,46 +424,23 @@ BackwardResults rotary_backward(const RotaryBackwardOptions& options, const Tens
   return {dquery, dkey, dquery_weight, dkey_weight};
 }
 
-// On the meta device there is nothing to compute; the fake gives the shapes, and this the errors.
-void rotary_forward_check(const RotaryOptions& options, const Tensor& query) {
-  check_forward(options, query);
-}
-void rotary_forward_inplace_check(const RotaryInplaceOptions& options, const Tensor& query,
-                                  const OptionalTensor& key) {
-  check_inplace(options, query, key);
-}
-void rotary_backward_check(const RotaryBackwardOptions& options, const Tensor& dquery_out) {
-  check_backward(options, dquery_out);
-}
-
 }  // namespace
-
-#define ONEPASS_ROTARY_ARGUMENTS "(Tensor query" ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS) ")"
-#define ONEPASS_ROTARY_INPLACE_ARGUMENTS(query, key) \
-  "(" query " query, " key " key" ONEPASS_SCHEMA(ONEPASS_ROTARY_INPLACE_OPTIONS) ") -> ()"
-#define ONEPASS_ROTARY_BACKWARD_ARGUMENTS \
-  "(Tensor dquery_out" ONEPASS_SCHEMA(ONEPASS_ROTARY_BACKWARD_OPTIONS) ")"
 
 OperatorList rotary_operators() {
   return {
       // Its own backward without weights: the transposed map on the gradients. key_out has size 0
       // without a key.
-      entry<&Packed<&rotary_forward>::call>("rotary_forward" ONEPASS_ROTARY_ARGUMENTS
-                                            " -> (Tensor query_out, Tensor key_out)"),
-      entry<&Packed<&rotary_forward_check>::call>(
-          "rotary_forward_check" ONEPASS_ROTARY_ARGUMENTS " -> ()", true),
+      entry<&rotary_forward, &check_forward>("rotary_forward",
+                                             "Tensor query" ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS),
+                                             "(Tensor query_out, Tensor key_out)"),
       // The same rows, written where they lie.
-      entry<&Packed<&rotary_forward_inplace>::call>(
-          "rotary_forward_inplace" ONEPASS_ROTARY_INPLACE_ARGUMENTS("Tensor(a!)", "Tensor(b!)?")),
-      entry<&Packed<&rotary_forward_inplace_check>::call>(
-          "rotary_forward_inplace_check" ONEPASS_ROTARY_INPLACE_ARGUMENTS("Tensor", "Tensor?"),
-          true),
+      entry<&rotary_forward_inplace, &check_inplace>(
+          "rotary_forward_inplace",
+          "Tensor(a!) query, Tensor(b!)? key" ONEPASS_SCHEMA(ONEPASS_ROTARY_INPLACE_OPTIONS), "()"),
       // With weights. grad_mask: 1 dquery, 2 dkey, 4 dquery_weight, 8 dkey_weight.
-      entry<&Packed<&rotary_backward>::call>(
-          "rotary_backward" ONEPASS_ROTARY_BACKWARD_ARGUMENTS
-          " -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)"),
-      entry<&Packed<&rotary_backward_check>::call>(
-          "rotary_backward_check" ONEPASS_ROTARY_BACKWARD_ARGUMENTS " -> ()", true),
+      entry<&rotary_backward, &check_backward>(
+          "rotary_backward", "Tensor dquery_out" ONEPASS_SCHEMA(ONEPASS_ROTARY_BACKWARD_OPTIONS),
+          "(Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)"),
   };
 }
 

@@ -4,21 +4,32 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <optional>
 
 #include "core/rows.h"
-#include "ops/tensor.h"
+#include "ops/check.h"
 
 namespace onepass {
 
 // One tensor of a call, or none. All of a call have the same shape.
 struct RowTensor {
-  std::optional<Tensor> tensor;
+  OptionalTensor tensor;
   TensorInfo info{};
   RowStride stride{};
 
-  const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
+  const void* data() const { return data_of(tensor); }
+  // Points an argument to the rows, once they are addressed.
+  void put_into(const void*& rows, RowStride& row_stride) const {
+    rows = data();
+    row_stride = stride;
+  }
 };
+
+// The tensor, checked for itself alone.
+inline RowTensor row_tensor(const char* op, const char* name, const OptionalTensor& tensor) {
+  RowTensor rows{tensor};
+  if (tensor) rows.info = input_of(op, name, *tensor);
+  return rows;
+}
 
 // Whether the last `row_dims` dimensions are dense, like a single one.
 bool has_dense_rows(const TensorInfo& info, int64_t row_dims);
@@ -30,13 +41,12 @@ void address_rows(std::initializer_list<RowTensor*> tensors, int64_t row_dims,
                   int64_t (&row_size)[kRowDims]);
 
 // (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
-inline Tensor empty_rows(const int64_t* sizes, int64_t dims, DType dtype, const Device& device,
-                         bool bshd) {
-  if (dims != 4 || !bshd) return empty(sizes, dims, dtype, device);
-  const auto most = [&](int d) { return std::max<int64_t>(sizes[d], 1); };
+inline Tensor empty_rows(const Shape& shape, DType dtype, const Device& device, bool bshd) {
+  if (shape.dims != 4 || !bshd) return empty(shape, dtype, device);
+  const auto most = [&](int d) { return std::max<int64_t>(shape.sizes[d], 1); };
   const int64_t row = most(1) * most(3);
   const int64_t strides[] = {most(2) * row, most(3), row, 1};
-  return empty_strided(sizes, strides, dims, dtype, device);
+  return empty_strided(shape, strides, dtype, device);
 }
 
 }  // namespace onepass

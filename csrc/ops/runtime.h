@@ -52,6 +52,11 @@ void record(Dispatch dispatch);
 void set_recording(bool on);
 std::vector<Dispatch> take_recorded();
 
+template <class... Parts>
+Dispatch described(const char* op, const Parts&... arguments) {
+  return {.op = op, .arguments = text_of(arguments...)};
+}
+
 #ifndef ONEPASS_EMULATE
 // Runs an operator for run_operator(). The emulated one (tests/cuda_emulator) moves the memory that
 // the arguments point to between guard bands, and can write all of it to a file.

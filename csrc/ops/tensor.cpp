@@ -2,58 +2,39 @@
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
+#include <utility>
 
 namespace onepass {
-
-using torch::headeronly::ScalarType;
 
 namespace {
 
 thread_local const char* operator_name = "onepass";
 
-// At least one also for a dtype that no operator takes: that error is raised later.
-int64_t element_size_of(int32_t scalar_type) {
-  switch (static_cast<ScalarType>(scalar_type)) {
-    case ScalarType::Double:
-    case ScalarType::Long:
-      return 8;
-    case ScalarType::Float:
-    case ScalarType::Int:
-      return 4;
-    case ScalarType::BFloat16:
-    case ScalarType::Half:
-    case ScalarType::Short:
-      return 2;
-    default:
-      return 1;
-  }
-}
+// In the order of DType.
+constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
+                                 ScalarType::Double};
 
 // The error has torch's words, because callers that retry with less memory look for them; the
 // stable ABI has no exception type for it.
-[[noreturn]] void no_memory(const Device& device, const int64_t* sizes, const int64_t* strides,
-                            int64_t dims, int32_t scalar_type) {
-  int64_t elements = 1;
-  bool overflows = false;
-  for (int64_t d = 0; d < dims; ++d) {
-    int64_t reach;
-    if (sizes[d] == 0) elements = 0;
-    overflows |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &reach);
-    overflows |= elements > 0 && __builtin_add_overflow(elements, reach, &elements);
-  }
-  overflows |= __builtin_mul_overflow(elements, element_size_of(scalar_type), &elements);
+[[noreturn]] void no_memory(const Device& device, const Shape& shape, const int64_t* strides,
+                            int32_t scalar_type) {
+  const std::optional<int64_t> elements = extent_of(shape, strides);
+  int64_t bytes = 0;
+  const bool overflows =
+      !elements || __builtin_mul_overflow(*elements, element_size_of(scalar_type), &bytes);
   throw std::runtime_error(
       std::string(operator_name) +
       (device.type == aoti_torch_device_type_cuda()
            ? ": CUDA out of memory. Tried to allocate "
            : ": DefaultCPUAllocator: can't allocate memory: tried to allocate ") +
-      (overflows ? "more than 2^63" : std::to_string(elements)) + " bytes");
+      (overflows ? "more than 2^63" : std::to_string(bytes)) + " bytes");
 }
 
 void check(AOTITorchError error, const char* what) {
@@ -83,16 +64,16 @@ StorageBytes storage_bytes(AtenTensorHandle handle, int64_t elements, int32_t sc
   return bytes;
 }
 
-Tensor allocated(const int64_t* sizes, const int64_t* strides, int64_t dims, int32_t scalar_type,
+Tensor allocated(const Shape& shape, const int64_t* strides, int32_t scalar_type,
                  const Device& device) {
 #ifdef ONEPASS_EMULATE
-  const std::vector<int64_t> emulated = emulated_strides(sizes, strides, dims);
+  const std::vector<int64_t> emulated = emulated_strides(shape.sizes, strides, shape.dims);
   strides = emulated.data();
 #endif
   AtenTensorHandle handle;
-  if (aoti_torch_empty_strided(dims, sizes, strides, scalar_type, device.type, device.index,
-                               &handle) != AOTI_TORCH_SUCCESS) [[unlikely]] {
-    no_memory(device, sizes, strides, dims, scalar_type);
+  if (aoti_torch_empty_strided(shape.dims, shape.sizes, strides, scalar_type, device.type,
+                               device.index, &handle) != AOTI_TORCH_SUCCESS) [[unlikely]] {
+    no_memory(device, shape, strides, scalar_type);
   }
 #ifdef ONEPASS_EMULATE
   int64_t bytes;
@@ -102,20 +83,47 @@ Tensor allocated(const int64_t* sizes, const int64_t* strides, int64_t dims, int
   return Tensor(handle);
 }
 
-Tensor empty_of(const int64_t* sizes, int64_t dims, int32_t scalar_type, const Device& device) {
+Tensor empty_of(const Shape& shape, int32_t scalar_type, const Device& device) {
   constexpr int64_t kMaxDims = 64;  // torch has no tensors of more
   std::array<int64_t, kMaxDims> strides;
   int64_t stride = 1;
-  for (int64_t d = dims - 1; d >= 0; --d) {
+  for (int64_t d = shape.dims - 1; d >= 0; --d) {
     strides[d] = stride;
-    if (__builtin_mul_overflow(stride, std::max<int64_t>(sizes[d], 1), &stride)) [[unlikely]] {
+    if (__builtin_mul_overflow(stride, std::max<int64_t>(shape.sizes[d], 1), &stride))
+        [[unlikely]] {
       stride = std::numeric_limits<int64_t>::max();  // which torch refuses
     }
   }
-  return allocated(sizes, strides.data(), dims, scalar_type, device);
+  return allocated(shape, strides.data(), scalar_type, device);
 }
 
 }  // namespace
+
+bool Shape::operator==(const Shape& other) const {
+  return std::equal(sizes, sizes + dims, other.sizes, other.sizes + other.dims);
+}
+
+int64_t Shape::product(int64_t first, int64_t last) const {
+  return std::accumulate(sizes + first, sizes + last, int64_t{1}, std::multiplies<>());
+}
+
+std::optional<int64_t> extent_of(const Shape& shape, const int64_t* strides) {
+  int64_t elements = 1;
+  bool overflows = false;
+  for (int64_t d = 0; d < shape.dims; ++d) {
+    if (shape.sizes[d] == 0) return 0;
+    int64_t reach;
+    overflows |= __builtin_mul_overflow(shape.sizes[d] - 1, strides[d], &reach);
+    overflows |= __builtin_add_overflow(elements, reach, &elements);
+  }
+  return overflows ? std::nullopt : std::optional(elements);
+}
+
+std::ostream& operator<<(std::ostream& text, const Shape& shape) {
+  text << "(";
+  for (int64_t d = 0; d < shape.dims; ++d) text << (d ? ", " : "") << shape.sizes[d];
+  return text << (shape.dims == 1 ? ",)" : ")");
+}
 
 void set_operator(const char* op) { operator_name = op; }
 
@@ -149,16 +157,9 @@ FlatInfo flat_info_of(AtenTensorHandle handle) {
 }
 
 StorageBytes storage_bytes_of(AtenTensorHandle handle, const TensorInfo& info) {
-  int64_t last = 0;
-  bool overflows = false;
-  for (int64_t d = 0; d < info.dims; ++d) {
-    if (info.sizes[d] == 0) return {0, 0};
-    int64_t reach;
-    overflows |= __builtin_mul_overflow(info.sizes[d] - 1, info.strides[d], &reach);
-    overflows |= __builtin_add_overflow(last, reach, &last);
-  }
-  if (overflows) last = std::numeric_limits<int64_t>::max() - 1;
-  return storage_bytes(handle, last + 1, info.scalar_type);
+  const int64_t elements =
+      extent_of(info, info.strides).value_or(std::numeric_limits<int64_t>::max());
+  return elements == 0 ? StorageBytes{0, 0} : storage_bytes(handle, elements, info.scalar_type);
 }
 
 StorageBytes storage_bytes_of(AtenTensorHandle handle, const FlatInfo& info) {
@@ -217,71 +218,39 @@ uint64_t layout_key_of(const Tensor& tensor) {
 }
 
 std::optional<DType> dtype_of(int32_t scalar_type) {
-  switch (static_cast<ScalarType>(scalar_type)) {
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::Double:
-      return DType::kFloat64;
-    default:
-      return std::nullopt;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    if (scalar_type_of(dtype) == scalar_type) return dtype;
   }
+  return std::nullopt;
 }
 
 int32_t scalar_type_of(DType dtype) {
-  constexpr std::array<ScalarType, 4> types = {ScalarType::Float, ScalarType::BFloat16,
-                                               ScalarType::Half, ScalarType::Double};
-  return static_cast<int32_t>(types[static_cast<int>(dtype)]);
+  return static_cast<int32_t>(kTypes[static_cast<int>(dtype)]);
+}
+
+int64_t element_size_of(int32_t scalar_type) {
+  if (const std::optional<DType> dtype = dtype_of(scalar_type)) return size_of(*dtype);
+  return is(ScalarType::Long, scalar_type)    ? 8
+         : is(ScalarType::Int, scalar_type)   ? 4
+         : is(ScalarType::Short, scalar_type) ? 2
+                                              : 1;
 }
 
 std::ostream& operator<<(std::ostream& text, const TypeName& name) {
-  const auto type = static_cast<ScalarType>(name.scalar_type);
-  switch (type) {
-    case ScalarType::Byte:
-      return text << "uint8";
-    case ScalarType::Char:
-      return text << "int8";
-    case ScalarType::Short:
-      return text << "int16";
-    case ScalarType::Int:
-      return text << "int32";
-    case ScalarType::Long:
-      return text << "int64";
-    case ScalarType::Bool:
-      return text << "bool";
-    case ScalarType::ComplexFloat:
-      return text << "complex64";
-    case ScalarType::ComplexDouble:
-      return text << "complex128";
-    default:
-      if (const std::optional<DType> dtype = dtype_of(name.scalar_type)) {
-        return text << name_of(*dtype);
-      }
-      return text << torch::headeronly::toString(type);
+  constexpr std::pair<ScalarType, const char*> names[] = {
+      {ScalarType::Byte, "uint8"},
+      {ScalarType::Char, "int8"},
+      {ScalarType::Short, "int16"},
+      {ScalarType::Int, "int32"},
+      {ScalarType::Long, "int64"},
+      {ScalarType::Bool, "bool"},
+      {ScalarType::ComplexFloat, "complex64"},
+      {ScalarType::ComplexDouble, "complex128"}};
+  for (const auto& [type, known] : names) {
+    if (is(type, name.scalar_type)) return text << known;
   }
-}
-
-bool is_bool(int32_t scalar_type) {
-  return static_cast<ScalarType>(scalar_type) == ScalarType::Bool;
-}
-
-bool is_int64(int32_t scalar_type) {
-  return static_cast<ScalarType>(scalar_type) == ScalarType::Long;
-}
-
-bool is_int32(int32_t scalar_type) {
-  return static_cast<ScalarType>(scalar_type) == ScalarType::Int;
-}
-
-bool is_int16(int32_t scalar_type) {
-  return static_cast<ScalarType>(scalar_type) == ScalarType::Short;
-}
-
-bool is_uint8(int32_t scalar_type) {
-  return static_cast<ScalarType>(scalar_type) == ScalarType::Byte;
+  if (const std::optional<DType> dtype = dtype_of(name.scalar_type)) return text << *dtype;
+  return text << torch::headeronly::toString(static_cast<ScalarType>(name.scalar_type));
 }
 
 std::ostream& operator<<(std::ostream& text, const Device& device) {
@@ -293,42 +262,35 @@ std::ostream& operator<<(std::ostream& text, const Device& device) {
   return text;
 }
 
-Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device) {
-  return empty_of(sizes, dims, scalar_type_of(dtype), device);
+Tensor empty(const Shape& shape, DType dtype, Device device) {
+  return empty_of(shape, scalar_type_of(dtype), device);
 }
 
-Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
-                     Device device) {
-  return allocated(sizes, strides, dims, scalar_type_of(dtype), device);
+Tensor empty_strided(const Shape& shape, const int64_t* strides, DType dtype, Device device) {
+  return allocated(shape, strides, scalar_type_of(dtype), device);
+}
+
+Tensor zeros(const Shape& shape, DType dtype, Device device) {
+  Tensor made = empty(shape, dtype, device);
+  set_to_zero(made);
+  return made;
 }
 
 Tensor contiguous_copy(const Tensor& tensor) {
   const TensorInfo info = info_of(tensor);
-  Tensor copy = empty_of(info.sizes, info.dims, info.scalar_type, info.device);
+  Tensor copy = empty_of(info, info.scalar_type, info.device);
   torch::stable::copy_(copy, tensor);
   return copy;
 }
 
 Tensor strided_copy(const Tensor& tensor, const int64_t* strides) {
   const TensorInfo info = info_of(tensor);
-  Tensor copy = allocated(info.sizes, strides, info.dims, info.scalar_type, info.device);
+  Tensor copy = allocated(info, strides, info.scalar_type, info.device);
   torch::stable::copy_(copy, tensor);
   return copy;
 }
 
 void set_to_zero(Tensor& tensor) { torch::stable::zero_(tensor); }
-
-Tensor zeros_like(const Tensor& like, DType dtype) {
-  const TensorInfo info = info_of(like);
-  Tensor zeros = empty(info.sizes, info.dims, dtype, info.device);
-  torch::stable::zero_(zeros);
-  return zeros;
-}
-
-std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
-  if (!tensor || tensor->is_contiguous()) return tensor;
-  return contiguous_copy(*tensor);
-}
 
 Workspace::Workspace(int64_t bytes, Device device) {
   if (bytes == 0) return;

@@ -4,7 +4,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <ostream>
@@ -14,7 +16,9 @@
 
 namespace onepass {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 struct Device {
   int32_t type;
@@ -29,6 +33,27 @@ struct TensorInfo {
   int32_t scalar_type;
   Device device;
 };
+
+// Sizes, written as (2, 3) or (3,) like Python's shapes. Does not own them. A TensorInfo is written
+// as its shape.
+struct Shape {
+  const int64_t* sizes;
+  int64_t dims;
+
+  Shape(const int64_t* sizes, int64_t dims) : sizes(sizes), dims(dims) {}
+  Shape(const TensorInfo& info) : Shape(info.sizes, info.dims) {}
+  Shape(const std::vector<int64_t>& sizes) : Shape(sizes.data(), sizes.size()) {}
+  template <size_t dims>
+  Shape(const int64_t (&sizes)[dims]) : Shape(sizes, dims) {}
+
+  bool operator==(const Shape& other) const;
+  int64_t product(int64_t first, int64_t last) const;  // of sizes [first, last)
+  int64_t numel() const { return product(0, dims); }
+  bool is_empty() const { return std::find(sizes, sizes + dims, 0) != sizes + dims; }
+};
+std::ostream& operator<<(std::ostream& text, const Shape& shape);
+// Elements from the first to the end of the last; none if int64 does not hold them.
+std::optional<int64_t> extent_of(const Shape& shape, const int64_t* strides);
 
 // A failing query means a tensor without strided storage, which no operator here takes. For a
 // caller's tensors there is input_of() in check.h.
@@ -85,18 +110,21 @@ class TensorList {
 // The element type, or nothing where no kernel takes it.
 std::optional<DType> dtype_of(int32_t scalar_type);
 int32_t scalar_type_of(DType dtype);
+int64_t element_size_of(int32_t scalar_type);  // 1 for dtypes that no operator takes
+inline bool is(ScalarType type, int32_t scalar_type) {
+  return static_cast<ScalarType>(scalar_type) == type;
+}
+// The dtype in which elements of `dtype` are summed.
+constexpr DType accumulator_of(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
 
 // Written as Python names the dtype, without "torch.".
 struct TypeName {
   int32_t scalar_type;
 };
 std::ostream& operator<<(std::ostream& text, const TypeName& name);
-
-bool is_bool(int32_t scalar_type);
-bool is_int64(int32_t scalar_type);
-bool is_int32(int32_t scalar_type);
-bool is_int16(int32_t scalar_type);
-bool is_uint8(int32_t scalar_type);
+inline std::ostream& operator<<(std::ostream& text, DType dtype) { return text << name_of(dtype); }
 std::ostream& operator<<(std::ostream& text, const Device& device);
 
 #ifdef ONEPASS_EMULATE
@@ -131,24 +159,43 @@ inline void tell_of_tensor(AtenTensorHandle, const FlatInfo&) {}
 // The operator that this thread runs, for the error if memory runs out. Checks set it first.
 void set_operator(const char* op);
 
-Tensor empty(const int64_t* sizes, int64_t dims, DType dtype, Device device);
-Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, DType dtype,
-                     Device device);
+Tensor empty(const Shape& shape, DType dtype, Device device);
+Tensor empty_strided(const Shape& shape, const int64_t* strides, DType dtype, Device device);
 inline Tensor empty_1d(int64_t size, DType dtype, Device device) {
-  return empty(&size, 1, dtype, device);
+  return empty(Shape(&size, 1), dtype, device);
 }
-
-Tensor zeros_like(const Tensor& like, DType dtype);
+// Of size 0 if it is not wanted.
+inline Tensor empty_if(bool wanted, const Shape& shape, DType dtype, Device device) {
+  return wanted ? empty(shape, dtype, device) : empty_1d(0, dtype, device);
+}
+// The same, and points `data` to it if it is wanted.
+inline Tensor empty_if(bool wanted, const Shape& shape, DType dtype, Device device, void*& data) {
+  Tensor made = empty_if(wanted, shape, dtype, device);
+  if (wanted) data = made.mutable_data_ptr();
+  return made;
+}
+Tensor zeros(const Shape& shape, DType dtype, Device device);
 
 Tensor contiguous_copy(const Tensor& tensor);
 Tensor strided_copy(const Tensor& tensor, const int64_t* strides);  // (dims,)
 void set_to_zero(Tensor& tensor);
 
-// The tensor itself if it is contiguous, else a contiguous copy.
-std::optional<Tensor> dense(const std::optional<Tensor>& tensor);
+// The copies that a call made of its inputs, alive until it returns.
+using Copies = std::vector<Tensor>;
 
-inline const void* data_of(const std::optional<Tensor>& tensor) {
+inline const void* data_of(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
+}
+// The elements of a tensor, of a contiguous copy if it is not contiguous; null if there is none.
+template <class T = void>
+const T* dense_data_of(const OptionalTensor& tensor, Copies& copies) {
+  if (!tensor || tensor->is_contiguous()) return static_cast<const T*>(data_of(tensor));
+  copies.push_back(contiguous_copy(*tensor));
+  return static_cast<const T*>(copies.back().const_data_ptr());
+}
+// Of a seed that CheckedAgainst::seed() has checked.
+inline const int64_t* seed_of(const OptionalTensor& seed) {
+  return static_cast<const int64_t*>(data_of(seed));
 }
 
 // Scratch for a run, 64-byte aligned; holds the tensor that owns it.
