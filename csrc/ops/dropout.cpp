@@ -31,9 +31,10 @@ Checked<DropoutForward> check_dropout(const DropoutOptions& options, const Tenso
   auto& [shape, args] = call;
   const CheckedAgainst checked(op, "input", shape);
   args.input_dtype = checked.first_dtype();
-  args.residual_dtype = checked.tensor("residual", residual, shape, args.input_dtype);
+  args.residual_dtype = checked.tensor("residual", residual, shape);
   require(!residual || !out_dtype, op, ": out_dtype must not be given with a residual, got one");
-  args.output_dtype = checked.dtype("out_dtype", out_dtype, args.residual_dtype);
+  args.output_dtype =
+      checked.dtype("out_dtype", out_dtype, residual ? args.residual_dtype : args.input_dtype);
   require_probability(op, "p", p);
   require(seed.has_value() || (p == 0.0 && residual), op,
           ": seed must be given but for p = 0 with a residual, got none");

@@ -29,18 +29,18 @@ inline bool is_dense(const TensorInfo& info) {
   return true;
 }
 
-inline void require_dense(const char* op, const char* name, const TensorInfo& info) {
-  require(is_dense(info), op, ": ", name, " must have no gaps between their elements, got shape ",
-          info, " with strides ", Shape{info.strides, info.dims});
-}
-
 // The checks of a tensor of a list, whose elements may have any order, but no gaps.
 inline FlatInfo flat_input_of(const char* op, const char* name, AtenTensorHandle tensor,
                               const Device& device) {
   set_operator(op);
   require_device(op, name, tensor, device);
   const FlatInfo info = flat_info_of(tensor);
-  if (!info.contiguous) require_dense(op, name, info_of(tensor));
+  if (!info.contiguous) {
+    const TensorInfo strided = info_of(tensor);
+    require(is_dense(strided), op, ": ", name,
+            " must have no gaps between their elements, got shape ", strided, " with strides ",
+            Shape(strided.strides, strided.dims));
+  }
   require_memory(op, name, tensor, info);
   return info;
 }

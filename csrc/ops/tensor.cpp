@@ -99,10 +99,6 @@ Tensor empty_of(const Shape& shape, int32_t scalar_type, const Device& device) {
 
 }  // namespace
 
-bool Shape::operator==(const Shape& other) const {
-  return std::equal(sizes, sizes + dims, other.sizes, other.sizes + other.dims);
-}
-
 int64_t Shape::product(int64_t first, int64_t last) const {
   return std::accumulate(sizes + first, sizes + last, int64_t{1}, std::multiplies<>());
 }

@@ -46,7 +46,9 @@ struct Shape {
   template <size_t dims>
   Shape(const int64_t (&sizes)[dims]) : Shape(sizes, dims) {}
 
-  bool operator==(const Shape& other) const;
+  bool operator==(const Shape& other) const {
+    return std::equal(sizes, sizes + dims, other.sizes, other.sizes + other.dims);
+  }
   int64_t product(int64_t first, int64_t last) const;  // of sizes [first, last)
   int64_t numel() const { return product(0, dims); }
   bool is_empty() const { return std::find(sizes, sizes + dims, 0) != sizes + dims; }
