@@ -224,12 +224,21 @@ int32_t scalar_type_of(DType dtype) {
   return static_cast<int32_t>(kTypes[static_cast<int>(dtype)]);
 }
 
-int64_t element_size_of(int32_t scalar_type) {
-  if (const std::optional<DType> dtype = dtype_of(scalar_type)) return size_of(*dtype);
-  return is(ScalarType::Long, scalar_type)    ? 8
-         : is(ScalarType::Int, scalar_type)   ? 4
-         : is(ScalarType::Short, scalar_type) ? 2
-                                              : 1;
+int64_t element_size_of(int32_t scalar_type) {  // a switch: a step of optimizers asks for hundreds
+  switch (static_cast<ScalarType>(scalar_type)) {
+    case ScalarType::Double:
+    case ScalarType::Long:
+      return 8;
+    case ScalarType::Float:
+    case ScalarType::Int:
+      return 4;
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+    case ScalarType::Short:
+      return 2;
+    default:
+      return 1;
+  }
 }
 
 std::ostream& operator<<(std::ostream& text, const TypeName& name) {
