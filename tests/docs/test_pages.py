@@ -170,6 +170,7 @@ RECIPES = {
         r"softcap\b",
         "",
         {"csrc/ops/loss.h", "csrc/ops/loss.cpp", "csrc/cpu/loss.cpp", "csrc/cuda/loss.cu"}
+        | {"csrc/ops/check.h"}  # the rule that losses have too
         | {"python/onepass/_ops/linear_loss.py", "python/onepass/functional/_internal.py"}
         | {"python/onepass/integrations/transformers/lazy_logits.py"}
         | {f"python/onepass/distributed/{name}.py" for name in ("losses", "rules")}
