@@ -159,6 +159,11 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
         _ELEMENTWISE,
     ),
     (
+        {"causal_conv1d": lambda new: F.causal_conv1d(new(2, 4, 8), new(4, 4), new(4))},
+        "causal_conv1d_forward",
+        "",
+    ),
+    (
         {
             "group_norm": lambda new: F.group_norm(
                 new(2, 4, 8), 2, new(4), new(4), activation="silu"

@@ -5,6 +5,7 @@
 
 #include "ops/attention.h"
 #include "ops/attention_decode.h"
+#include "ops/causal_conv.h"
 #include "ops/dropout.h"
 #include "ops/gate.h"
 #include "ops/group_norm.h"
@@ -25,6 +26,7 @@
   FAMILY(attention)              \
   FAMILY(attention_decode)       \
   FAMILY(linear)                 \
+  FAMILY(causal_conv)            \
   FAMILY(rotary)
 
 namespace onepass {
@@ -53,9 +55,11 @@ namespace onepass {
   OPERATOR(rotary_forward, RotaryForward)                  \
   OPERATOR(rotary_backward, RotaryBackward)
 // The operators for which CUDA uses torch.
-#define ONEPASS_CPU_OPERATORS(OPERATOR)   \
-  OPERATOR(linear_product, LinearProduct) \
-  OPERATOR(epilogue_backward, EpilogueBackward)
+#define ONEPASS_CPU_OPERATORS(OPERATOR)            \
+  OPERATOR(linear_product, LinearProduct)          \
+  OPERATOR(epilogue_backward, EpilogueBackward)    \
+  OPERATOR(causal_conv_forward, CausalConvForward) \
+  OPERATOR(causal_conv_backward, CausalConvBackward)
 
 #define ONEPASS_DECLARE_OPERATOR(name, Args) Operator<Args> name();
 #define ONEPASS_OPERATOR_MEMBER(name, Args) Operator<Args> name{};

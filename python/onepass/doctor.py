@@ -348,6 +348,10 @@ def _self_tests() -> Iterator[Line]:
         query, key = ops.rotary_embedding(query, key, *tables, seq_first=True)
         return (query + key).flatten(1)
 
+    def convolved(ops, rows, weight, of_channels):
+        x = rows.T[None]  # channels last
+        return ops.causal_conv1d(x, weight[:, :4], of_channels, activation="silu")[0].T
+
     def loss(ops, rows):  # of 6 rows, one of which is ignored, for each of a gradient
         targets = torch.tensor([3, 39, -100, 0, 7, 20], device="cpu")
         return ops.cross_entropy(rows, targets, reduction="none")[:, None].expand(6, 40)
@@ -381,6 +385,7 @@ def _self_tests() -> Iterator[Line]:
         silu_mul=reference.gate.gated_activation,
         gelu_mul=functools.partial(reference.gate.gated_activation, activation="gelu"),
         group_norm=reference.group_norm.group_norm,
+        causal_conv1d=reference.causal_conv.causal_conv1d,
         cross_entropy=reference.loss.cross_entropy,
         linear_cross_entropy=reference.loss.linear_cross_entropy,
         linear=reference.linear.linear,
@@ -415,6 +420,9 @@ def _self_tests() -> Iterator[Line]:
         gated_activation=lambda gate, up, activation: F.relu(gate) * up,
         silu_mul=lambda gate, up: F.silu(gate) * up,
         gelu_mul=lambda gate, up: F.gelu(gate) * up,
+        causal_conv1d=lambda x, w, b, activation: F.silu(
+            F.conv1d(x, w[:, None], b, padding=3, groups=len(w))[..., : x.shape[-1]]
+        ),
         group_norm=lambda x, groups, w, b, activation: F.silu(F.group_norm(x, groups, w, b)),
         cross_entropy=F.cross_entropy,
         linear_cross_entropy=lambda x, w, target, linear_bias: F.cross_entropy(
@@ -461,6 +469,7 @@ def _self_tests() -> Iterator[Line]:
             lambda ops, x, w, b: ops.group_norm(x, 8, w, b, activation="silu"),
             (x, weight, bias),
         ),
+        "causal_conv1d": (convolved, (x, matrix, bias)),
         "cross_entropy": (loss, (x,)),
         "linear_cross_entropy": (loss_of_layer, (heads[0].flatten(1), matrix, bias)),
         "linear": (lambda ops, x, w, b: ops.linear(x, w, b), (x, matrix, bias)),

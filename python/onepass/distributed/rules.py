@@ -80,6 +80,15 @@ def _gate(given: Given) -> Layout:
     return Layout({"gate": dims, "up": dims}, (dims,), _choices(dims))
 
 
+def _causal_conv1d(given: Given) -> Layout:
+    samples = _dims(given["x"], 1)
+    channels = ("channels",)
+    dims = (*samples, *channels)
+    inputs = {"x": dims, "initial_state": dims, "seq_idx": samples}
+    inputs |= {"weight": channels, "bias": channels}
+    return Layout(inputs, ((*dims, None),), _choices(dims))
+
+
 def _group_norm(given: Given) -> Layout:
     input = given["input"]
     # Channels by whole groups, which stand for them.
@@ -367,6 +376,7 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "add_scaled": _elementwise,
     "attention": _attention,
     "attention_decode": _attention_decode,
+    "causal_conv1d": _causal_conv1d,
     "cross_entropy": _loss(loss.cross_entropy, _of_logits),
     "dropout": _elementwise,
     "gated_activation": _gate,

@@ -3,6 +3,7 @@
 import onepass._ops  # noqa: F401, first: it reports a broken installation
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
+from onepass.functional.causal_conv import causal_conv1d
 from onepass.functional.dropout import add_dropout, drop_path_scale, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.group_norm import group_norm
@@ -23,6 +24,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention_with_kv_cache",
+    "causal_conv1d",
     "cross_entropy",
     "drop_path_scale",
     "dropout",

@@ -220,6 +220,52 @@ def _dropouts():
         yield Call(f"ops.{op.__name__}", seeded, raw(op), optional=("residual",))
 
 
+# ---- causal convolution --------------------------------------------------------------------------
+
+
+def _causal_convolutions():
+    def plain():
+        return {"x": randn(2, 6, 9), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2)}
+
+    def run(x, weight, bias):
+        return [functional.causal_conv1d(x, weight, bias)]
+
+    def stock(x, weight, bias):
+        return [F.conv1d(F.pad(x, (3, 0)), weight[:, None], bias, groups=6)]
+
+    of = {"optional": ("bias",), "differentiable": True}
+    yield Call("functional.causal_conv1d", plain, run, stock, **of)
+
+    def raw():
+        own = plain()
+        numbers = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 3], dtype=torch.int32)
+        own |= {"initial_state": randn(2, 6, 3, seed=3)}
+        return own | {"seq_idx": numbers.repeat(2, 1)}
+
+    def forward(op):
+        def run(x, weight, bias, initial_state, seq_idx):
+            return flat(op(x, weight, bias, initial_state, seq_idx, True, False))
+
+        return run
+
+    optional = ("bias", "initial_state", "seq_idx")
+    for op in (RAW.causal_conv1d_forward, RAW.causal_conv1d_forward_check):
+        yield Call(f"ops.{op.__name__}", raw, forward(op), optional=optional)
+
+    def upstream():
+        return {"doutput": randn(2, 6, 9, seed=4)} | raw()
+
+    def backward(op):
+        def run(doutput, x, weight, bias, initial_state, seq_idx):
+            given = (doutput, x, weight, bias, initial_state, seq_idx)
+            return flat(op(*given, True, False, 15))
+
+        return run
+
+    for op in (RAW.causal_conv1d_backward, RAW.causal_conv1d_backward_check):
+        yield Call(f"ops.{op.__name__}", upstream, backward(op), optional=optional)
+
+
 # ---- group norm ----------------------------------------------------------------------------------
 
 
@@ -385,6 +431,7 @@ def calls() -> Iterator[Call]:
     yield from _modulated_norms()
     yield from _branches()
     yield from _dropouts()
+    yield from _causal_convolutions()
     yield from _group_norms()
     yield from _gates()
     yield from _linear()

@@ -135,6 +135,23 @@ def group_norms() -> Iterator[Call]:
             yield variant(text, run, grows=grows, input=x, **_some(weights, *names))
 
 
+def causal_convolutions() -> Iterator[Call]:
+    grows = {"x": (0, 1, 2), "weight": (0,), "bias": (0,), "initial_state": (0, 1)}
+    numbers = torch.tensor([[0, 0, 0, 1, 2], [4, 4, 4, 4, 4]])
+    for last, width, activation in itertools.product((False, True), (2, 4, 5), (None, "silu")):
+        x = randn(2, 5, 3).mT if last else randn(2, 3, 5)
+        own = {"bias": randn(3, seed=1), "initial_state": randn(2, 3, width - 1, seed=2)}
+
+        def run(activation=activation, **tensors):
+            return functional.causal_conv1d(**tensors, activation=activation)
+
+        given = {"x": x, "weight": randn(3, width, seed=3)}
+        text = f"causal_conv1d {activation}, channels last {last}, width {width}"
+        for names in ((), ("bias",), tuple(own)):
+            yield variant(f"{text}, {names}", run, grows=grows, **given, **_some(own, *names))
+        yield variant(f"{text}, packed", run, grows={}, **given, bias=own["bias"], seq_idx=numbers)
+
+
 def linears() -> Iterator[Call]:
     layer = {"weight": randn(5, 8), "bias": randn(5, seed=1)}
     for rows, names in itertools.product(((), (3,), (2, 3)), (("weight",), tuple(layer))):
@@ -282,5 +299,5 @@ def attentions() -> Iterator[Call]:
 
 def variants() -> Iterator[Call]:
     families = (norms, modulated_norms, branches, gates, group_norms, linears, losses, rotaries)
-    for family in (*families, attentions):
+    for family in (*families, causal_convolutions, attentions):
         yield from family()

@@ -1,0 +1,60 @@
+"""The causal convolution family's operator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from onepass._ops.autograd import differentiable
+from onepass._ops.decomposition import wide
+from onepass._ops.dispatch_log import leave, logged
+from onepass._ops.placement import placed
+from onepass.reference import causal_conv as reference
+
+
+@logged
+@placed
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """silu(convolution), or without silu, in x's memory order; on CUDA torch's operators."""
+    if x.is_cuda:
+        shape = " x ".join(map(str, x.shape))
+        leave("causal_conv1d", shape, "torch's convolution", 1, "no kernel on CUDA")
+        return _definition(x, weight, bias, initial_state, seq_idx, silu)
+    channels_last = x.dim() == 3 and x.stride(1) == 1 and x.stride(2) != 1
+    return _causal_conv1d.run(x, weight, bias, initial_state, seq_idx, silu, channels_last)
+
+
+def _empty_like(x: Tensor, channels_last: bool) -> Tensor:
+    if not channels_last:
+        return x.new_empty(x.shape)
+    batch, channels, length = x.shape
+    return x.new_empty((batch, length, channels)).transpose(1, 2)
+
+
+def _outputs(x, channels_last):
+    return _empty_like(x, channels_last)
+
+
+def _definition(x, weight, bias, initial_state, seq_idx, silu):
+    wide_x, weight, bias, state = wide(x, weight, bias, initial_state)
+    activation = "silu" if silu else None
+    output = reference.causal_conv1d(wide_x, weight, bias, activation, state, seq_idx)
+    return output.to(x.dtype)
+
+
+def _gradients(x, weight, bias, initial_state, channels_last, grad_mask):
+    def gradient(bit, of):
+        is_wanted = bool(grad_mask & bit) and of is not None
+        return (x if of is None else of).new_empty(of.shape if is_wanted else (0,))
+
+    dx = _empty_like(x, channels_last) if grad_mask & 1 else x.new_empty(0)
+    return dx, gradient(2, weight), gradient(4, bias), gradient(8, initial_state)
+
+
+_causal_conv1d = differentiable("causal_conv1d", _outputs, _definition, _gradients)

@@ -1,0 +1,113 @@
+"""Causal convolution of each channel alone, as in state-space and linear-attention layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass._arguments import check_arguments
+from onepass._ops import causal_conv as _causal_conv
+from onepass.functional.attention import _autocast
+
+ACTIVATIONS = (None, "silu")
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Each channel's causal convolution, with silu after it, in one pass over memory, and its
+    backward in another:
+
+    ``activation(bias[c] + sum over k of weight[c, k] * x[b, c, t - (width - 1) + k])``
+
+    In front of x stand the initial state and zeros. x is read in place where channels or tokens
+    are dense, such as a part of a projection. The backward recomputes the sum, so only x is kept.
+    Computed in float32 (float64 for float64) and rounded once. On CUDA torch's convolution runs.
+
+    Gu, Dao, Mamba: linear-time sequence modeling with selective state spaces, 2023.
+
+    Args:
+        x: (batch, channels, length); float32, bfloat16, float16 or float64.
+        weight: (channels, width), width 2 to 8.
+        bias: (channels,).
+        activation: None or "silu".
+        initial_state: (batch, channels, width - 1) in x's dtype, what stands before x.
+        return_final_state: returns what stands before the next call's x too.
+        seq_idx: (batch, length) integers, the number of each position's sequence; positions of
+            other sequences count as zero.
+        cu_seqlens: (sequences + 1,) integers, where sequences begin that are packed in a batch
+            of 1, from 0 to length; instead of seq_idx.
+
+    Returns:
+        Tensor of x's shape, dtype and memory order; with return_final_state also
+            (batch, channels, width - 1), the last inputs.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        TypeError: an argument is of a wrong type.
+        ValueError: activation is neither; two of initial_state, seq_idx and cu_seqlens are given,
+            or return_final_state with packed sequences.
+
+    Examples:
+        >>> projected = torch.randn(1, 1024, 2 * 512)
+        >>> x = projected.transpose(1, 2)[:, :512]  # read in place
+        >>> weight, bias = torch.randn(512, 4), torch.randn(512)
+        >>> y = onepass.functional.causal_conv1d(x, weight, bias, activation="silu")
+        >>> y.shape
+        torch.Size([1, 512, 1024])
+    """
+    try:
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"causal_conv1d: activation must be None or 'silu', got {activation!r}"
+            )
+        if seq_idx is not None or cu_seqlens is not None:
+            _check_packed(initial_state, return_final_state, seq_idx, cu_seqlens)
+        sequence = seq_idx
+        if cu_seqlens is not None:
+            positions = torch.arange(x.shape[-1], device=x.device)
+            sequence = torch.searchsorted(cu_seqlens[1:], positions, right=True)[None]
+        if sequence is not None:
+            sequence = sequence.to(torch.int32)
+        x, weight, bias, initial_state = _autocast(x, weight, bias, initial_state)
+        silu = activation == "silu"
+        output = _causal_conv.causal_conv1d(x, weight, bias, initial_state, sequence, silu)
+        if not return_final_state:
+            return output
+        return output, _final_state(x, weight.shape[-1] - 1, initial_state)
+    except Exception:
+        check_arguments(causal_conv1d, locals())
+        raise
+
+
+def _final_state(x: Tensor, before: int, initial_state: Tensor | None) -> Tensor:
+    """The last inputs, a tensor of their own."""
+    if x.shape[-1] >= before:
+        return x[..., x.shape[-1] - before :].contiguous()
+    if initial_state is None:
+        initial_state = x.new_zeros((*x.shape[:-1], before))
+    return torch.cat((initial_state[..., x.shape[-1] :], x), -1)
+
+
+def _check_packed(initial_state, return_final_state, seq_idx, cu_seqlens) -> None:
+    """
+    Raises:
+        ValueError: they exclude each other.
+    """
+    given = "seq_idx" if seq_idx is not None else "cu_seqlens"
+    if seq_idx is not None and cu_seqlens is not None:
+        raise ValueError("causal_conv1d: cu_seqlens must be None beside seq_idx, got both")
+    if initial_state is not None:
+        raise ValueError(f"causal_conv1d: initial_state must be None beside {given}, got one")
+    if return_final_state:
+        raise ValueError(
+            f"causal_conv1d: return_final_state must be False beside {given}, got True"
+        )

@@ -1,0 +1,147 @@
+"""What causal convolutions promise beside values: bits, memory orders, memory, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onepass import functional
+from tests.causal_conv.test_values import BF16, F32, F64, drawn, numbers_of, orders, results
+
+OPS = torch.ops.onepass
+
+
+def ours(**options):
+    def run(x, weight, bias, state):
+        return functional.causal_conv1d(
+            x, weight, bias, activation="silu", initial_state=state, **options
+        )
+
+    return run
+
+
+@orders
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+def test_bits_do_not_depend_on_the_number_of_threads(dtype, last):
+    tensors = drawn((3, 300, 1100), 4, dtype, last, state=True)
+    doutput = torch.randn(3, 300, 1100)
+    found = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        found.append(results(ours(), tensors, doutput))
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+@orders
+def test_a_sequence_does_not_depend_on_its_batch(last):
+    x, weight, bias, _ = drawn((3, 40, 600), 4, F32, last)
+    doutput = torch.randn(3, 40, 600)
+    output, dx, *_ = results(ours(), (x, weight, bias, None), doutput)
+    for i in range(3):
+        alone = results(ours(), (x[i : i + 1], weight, bias, None), doutput[i : i + 1])
+        assert torch.equal(alone[0], output[i : i + 1]) and torch.equal(alone[1], dx[i : i + 1])
+
+
+@orders
+def test_a_sequence_does_not_depend_on_what_it_is_packed_with(last):
+    lengths = (5, 1, 520, 74)
+    x, weight, bias, _ = drawn((1, 40, sum(lengths)), 4, F32, last)
+    doutput = torch.randn(1, 40, sum(lengths))
+    packed = results(ours(seq_idx=numbers_of(lengths)), (x, weight, bias, None), doutput)
+    parts = (t.split(lengths, -1) for t in (x, doutput, *packed[:2]))
+    for own, of_own, output, dx in zip(*parts, strict=True):
+        alone = results(ours(), (own, weight, bias, None), of_own)
+        assert torch.equal(alone[0], output) and torch.equal(alone[1], dx)
+
+
+def test_the_memory_order_is_that_of_x():
+    weight = torch.randn(6, 4)
+    tokens, channels = torch.randn(2, 6, 9), torch.randn(2, 9, 6).transpose(1, 2)
+    for x in (tokens, channels):
+        x.requires_grad_()
+        y = functional.causal_conv1d(x, weight)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        assert y.stride() == dx.stride() == x.stride()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)], ids=str)
+def test_any_layout(order):
+    weight, bias = torch.randn(5, 3), torch.randn(5)
+    x = torch.randn(2, 5, 7)
+    stored = x.permute(order).contiguous().permute([order.index(d) for d in range(3)])
+    steps = torch.randn(4, 10, 14)[::2, ::2, ::2].copy_(x)
+    flipped = [
+        results(lambda x, w, b, _: functional.causal_conv1d(x, w, b), (t, weight, bias, None), x)
+        for t in (x, stored, steps, x[:1].expand(2, 5, 7))
+    ]
+    for found in flipped[1:3]:
+        for one, other in zip(found, flipped[0], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_nothing_but_x_is_kept():
+    x, weight, bias, _ = drawn((1, 32, 64), 4, F32, False)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        functional.causal_conv1d(x, weight.requires_grad_(), bias, activation="silu")
+    assert max(kept) == 32 * 64 and sorted(kept)[-2] == weight.numel()
+
+
+def test_empty():
+    for shape in ((0, 3, 5), (2, 0, 5), (2, 3, 0)):
+        tensors = [torch.randn(shape), torch.randn(shape[1], 4), torch.randn(shape[1]), None]
+        found = results(ours(), tensors, torch.randn(shape))
+        assert [t.shape for t in found] == [shape, *(t.shape for t in tensors[:-1])]
+        assert all(not t.any() for t in found[2:])
+
+
+X, W, B = torch.randn(2, 3, 5), torch.randn(3, 4), torch.randn(3)
+STATE, NUMBERS = torch.randn(2, 3, 3), torch.zeros(2, 5, dtype=torch.int64)
+CU = torch.tensor([0, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(x=X[0]), r"x must have shape \(batch, channels, length\), got \(3, 5\)"),
+        (dict(weight=W[:2]), r"weight must have shape \(channels, width\) for 3 channels, got"),
+        (dict(weight=W[:, :1]), "weight must have a width of 2 to 8, got 1"),
+        (dict(weight=torch.randn(3, 9)), "weight must have a width of 2 to 8, got 9"),
+        (dict(weight=W.double()), "weight must have dtype float32, bfloat16 or float16 beside x"),
+        (dict(bias=B[:2]), r"bias must have shape \(3,\), got \(2,\)"),
+        (dict(initial_state=STATE[..., 1:]), r"initial_state must have shape \(2, 3, 3\), got"),
+        (dict(initial_state=STATE.half()), "initial_state must have x's dtype float32, got"),
+        (dict(seq_idx=NUMBERS[:1]), r"seq_idx must be an int32 tensor of shape \(2, 5\), got"),
+    ],
+)  # fmt: skip
+def test_errors(given, message):
+    with pytest.raises(RuntimeError, match=f"^causal_conv1d: {message}"):
+        functional.causal_conv1d(**{"x": X, "weight": W, **given})
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(activation="gelu"), "activation must be None or 'silu', got 'gelu'"),
+        (dict(seq_idx=NUMBERS, cu_seqlens=CU), "cu_seqlens must be None beside seq_idx, got both"),
+        (dict(seq_idx=NUMBERS, initial_state=STATE), "initial_state must be None beside seq_idx"),
+        (dict(cu_seqlens=CU, return_final_state=True), "return_final_state must be False beside"),
+    ],
+)  # fmt: skip
+def test_arguments_that_exclude_each_other(given, message):
+    with pytest.raises(ValueError, match=f"^causal_conv1d: {message}"):
+        functional.causal_conv1d(X, W, **given)
+
+
+def test_errors_of_the_backward():
+    arguments = (X, W, B, None, None, True, False, 15)
+    with pytest.raises(RuntimeError, match="^causal_conv1d_backward: doutput must have x's dtype"):
+        OPS.causal_conv1d_backward(X.half(), *arguments)
+    with pytest.raises(RuntimeError, match=r"doutput must have shape \(2, 3, 5\), got"):
+        OPS.causal_conv1d_backward(X[..., 1:], *arguments)
