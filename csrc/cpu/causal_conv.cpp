@@ -20,7 +20,8 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace {
 
-constexpr int64_t kTokens = 512;    // of a piece
+constexpr int64_t kTokens = 512;  // of a piece
+constexpr int64_t kRun = 16;      // tokens that are summed before they are added to a piece's sums
 constexpr int64_t kChannels = 256;  // of a piece where they are dense: a token's are 1 KiB of L1
 constexpr int kMost = kMostConvWidth;
 
@@ -168,7 +169,7 @@ ONEPASS_INLINE Vec<A> sum_of_taps(const Weights<A>& weights, const T* const* tap
 }
 
 template <class T, int kWidth>
-void forward_channels(const CausalConvForward& args, const Piece& piece) {
+void causal_conv_channels_kernel(const CausalConvForward& args, const Piece& piece) {
   using A = Accumulator<T>;
   const int width = width_of<kWidth>(args);
   const Weights<A> weights(args, piece.channel, piece.channels);
@@ -188,8 +189,8 @@ void forward_channels(const CausalConvForward& args, const Piece& piece) {
 
 // sums: null if neither the weight's nor the bias's gradient is wanted.
 template <class T, int kWidth>
-void backward_channels(const CausalConvBackward& args, const Piece& piece,
-                       Sums<Accumulator<T>> sums) {
+void causal_conv_backward_channels_kernel(const CausalConvBackward& args, const Piece& piece,
+                                          Sums<Accumulator<T>> sums) {
   using A = Accumulator<T>;
   const int width = width_of<kWidth>(args), before = width - 1;
   const Weights<A> weights(args, piece.channel, piece.channels);
@@ -200,6 +201,18 @@ void backward_channels(const CausalConvBackward& args, const Piece& piece,
                   : nullptr;
   const bool of_state = piece.begin == 0 && args.dinitial_state;
   const bool of_inputs = dinput || of_state;
+
+  // The sums of a run, which are then added to those of the piece.
+  alignas(64) A run[kMost + 1][kChannels];
+  const auto end_run = [&] {
+    for (int k = 0; k <= width; ++k) {
+      for_each_vector<A>(0, piece.channels, [&](int64_t c, auto lanes) {
+        const Vec<A> sum = load<A>(sums[k] + c, lanes) + load<A>(run[k] + c, lanes);
+        store<A>(sums[k] + c, sum, lanes);
+      });
+      std::fill_n(run[k], piece.channels, A(0));
+    }
+  };
 
   // The gradients of the last sums: that at token t is line t % kMost.
   alignas(64) A dsums[kMost][kChannels];
@@ -221,10 +234,11 @@ void backward_channels(const CausalConvBackward& args, const Piece& piece,
 #pragma GCC unroll 8
       for (int k = 0; k < (kWidth ? kWidth : width); ++k) {
         const Vec<A> tap = load<A>(taps[k] + c, lanes);
-        store<A>(sums[k] + c, fma<A>(d, tap, load<A>(sums[k] + c, lanes)), lanes);
+        store<A>(run[k] + c, fma<A>(d, tap, load<A>(run[k] + c, lanes)), lanes);
       }
-      store<A>(sums[width] + c, d + load<A>(sums[width] + c, lanes), lanes);
+      store<A>(run[width] + c, d + load<A>(run[width] + c, lanes), lanes);
     });
+    if (is_own && ((t + 1) % kRun == 0 || t + 1 == piece.end)) end_run();
   };
   // The gradient of token s, from the sums that read it.
   const auto put_gradient = [&](int64_t s, T* to) {
@@ -245,6 +259,7 @@ void backward_channels(const CausalConvBackward& args, const Piece& piece,
     });
   };
 
+  for (auto& line : run) std::fill_n(line, piece.channels, A(0));
   const int64_t end = of_inputs ? piece.end + before : piece.end;
   for (int64_t t = piece.begin; t < end; ++t) {
     if (t < args.length) put_dsum(t);
@@ -326,7 +341,7 @@ struct ChannelWeights {
 };
 
 template <class T, int kWidth>
-void forward_tokens(const CausalConvForward& args, const Piece& piece) {
+void causal_conv_tokens_kernel(const CausalConvForward& args, const Piece& piece) {
   using A = Accumulator<T>;
   const int width = width_of<kWidth>(args);
   const ChannelWeights<A> weights(args, piece.channel);
@@ -343,8 +358,8 @@ void forward_tokens(const CausalConvForward& args, const Piece& piece) {
 }
 
 template <class T, int kWidth>
-void backward_tokens(const CausalConvBackward& args, const Piece& piece,
-                     Sums<Accumulator<T>> sums) {
+void causal_conv_backward_tokens_kernel(const CausalConvBackward& args, const Piece& piece,
+                                        Sums<Accumulator<T>> sums) {
   using A = Accumulator<T>;
   const int width = width_of<kWidth>(args), before = width - 1;
   const ChannelWeights<A> weights(args, piece.channel);
@@ -376,19 +391,25 @@ void backward_tokens(const CausalConvBackward& args, const Piece& piece,
       store<A>(dsum + i, d, lanes);
     });
     std::fill_n(dsum + (last - begin), end + before - last, A(0));
-    for_each_vector<A>(0, end - begin, [&](int64_t i, auto lanes) {
-      const Vec<A> d = load<A>(dsum + i, lanes);
-      if (dinput) {
-        store<A>(dinput + begin + i, sum_of_offsets<kWidth>(reversed, A(0), dsum + i, width, lanes),
-                 lanes);
-      }
-      if (!sums) return;
+    for (int64_t first = begin; first < end; first += kRun * kLanes<A>) {
+      Vec<A> run[kMost + 1] = {};
+      for_each_vector<A>(
+          first - begin, std::min(first + kRun * kLanes<A>, end) - begin,
+          [&](int64_t i, auto lanes) {
+            if (dinput) {
+              store<A>(dinput + begin + i,
+                       sum_of_offsets<kWidth>(reversed, A(0), dsum + i, width, lanes), lanes);
+            }
+            if (!sums) return;
+            const Vec<A> d = load<A>(dsum + i, lanes);
 #pragma GCC unroll 8
-      for (int k = 0; k < (kWidth ? kWidth : width); ++k) {
-        sum_of[k] = fma<A>(d, load<A>(line.numbers + i + k, lanes), sum_of[k]);
-      }
-      sum_of[kMost] += d;
-    });
+            for (int k = 0; k < (kWidth ? kWidth : width); ++k) {
+              run[k] = fma<A>(d, load<A>(line.numbers + i + k, lanes), run[k]);
+            }
+            run[kMost] += d;
+          });
+      for (int k = 0; k <= kMost; ++k) sum_of[k] += run[k];
+    }
     if (begin == 0 && args.dinitial_state) {
       T* dstate = static_cast<T*>(args.dinitial_state) +
                   (piece.sample * args.channels + piece.channel) * before;
@@ -419,7 +440,9 @@ Plan plan_pieces(const CausalConv& args, const char* kernel_name, int64_t tensor
 }
 
 Plan plan_forward(const CausalConvForward& args, const Machine& machine) {
-  return plan_pieces(args, "causal_conv_forward", 2, machine);
+  return plan_pieces(
+      args, args.channels_last ? "causal_conv_channels_kernel" : "causal_conv_tokens_kernel", 2,
+      machine);
 }
 
 void run_forward(const CausalConvForward& args, const Plan& plan, void*, const Context& context) {
@@ -428,9 +451,9 @@ void run_forward(const CausalConvForward& args, const Plan& plan, void*, const C
       for (int64_t number = begin; number < end; ++number) {
         const Piece piece(args, number);
         if (args.channels_last) {
-          forward_channels<T, kWidth>(args, piece);
+          causal_conv_channels_kernel<T, kWidth>(args, piece);
         } else {
-          forward_tokens<T, kWidth>(args, piece);
+          causal_conv_tokens_kernel<T, kWidth>(args, piece);
         }
       }
     });
@@ -452,7 +475,9 @@ struct Partials {
 bool wants_sums(const CausalConvBackward& args) { return args.dweight || args.dbias; }
 
 Plan plan_backward(const CausalConvBackward& args, const Machine& machine) {
-  Plan plan = plan_pieces(args, "causal_conv_backward", 3, machine);
+  const char* kernel = args.channels_last ? "causal_conv_backward_channels_kernel"
+                                          : "causal_conv_backward_tokens_kernel";
+  Plan plan = plan_pieces(args, kernel, 3, machine);
   const int64_t accumulator = args.input_dtype == DType::kFloat64 ? 8 : 4;
   if (wants_sums(args)) plan.workspace_bytes = Partials(args).bytes(accumulator);
   return plan;
@@ -496,9 +521,9 @@ void run_backward(const CausalConvBackward& args, const Plan& plan, void* worksp
         const Piece piece(args, number);
         for (auto& line : sums) std::fill_n(line, piece.channels, A(0));
         if (args.channels_last) {
-          backward_channels<T, kWidth>(args, piece, has_sums ? sums : nullptr);
+          causal_conv_backward_channels_kernel<T, kWidth>(args, piece, has_sums ? sums : nullptr);
         } else {
-          backward_tokens<T, kWidth>(args, piece, has_sums ? sums : nullptr);
+          causal_conv_backward_tokens_kernel<T, kWidth>(args, piece, has_sums ? sums : nullptr);
         }
         if (!has_sums) continue;
         const int64_t partial = piece.sample * chunks_per_sample(args) + piece.chunk;

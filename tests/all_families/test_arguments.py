@@ -49,6 +49,10 @@ RIGHT = {
         input=X, num_groups=2, weight=W[:4], bias=W[:4], eps=1e-5, activation="silu"
     ),
     "gelu_mul": dict(gate=X, up=X, approximate="tanh"),
+    "causal_conv1d": dict(
+        x=X[0], weight=torch.ones(6, 3), bias=torch.ones(6), activation="silu",
+        initial_state=torch.zeros(4, 6, 2),
+    ),
     "cross_entropy": dict(
         input=X.view(48, 8), target=torch.zeros(48, dtype=torch.int64), weight=W, ignore_index=-1,
         label_smoothing=0.1, softcap=2.0, z_loss=0.1,

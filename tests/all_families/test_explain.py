@@ -30,6 +30,7 @@ def test_every_family_is_explained():
         "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
         "gated_activation": lambda: functional.silu_mul(x, x),
         "group_norm": lambda: functional.group_norm(x[..., None], 2),
+        "causal_conv1d": lambda: functional.causal_conv1d(x.T[None], torch.ones(96, 4)),
         "cross_entropy": lambda: functional.cross_entropy(x, target),
         "linear": lambda: functional.linear(x, x[:64], w[:64]),
         "rotary_embedding": lambda: functional.rotary_embedding(x[None], None, x, x),

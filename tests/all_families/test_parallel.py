@@ -91,6 +91,16 @@ def group_norm_backward(pixels):
     return lambda: OPS.group_norm_backward(x, x, *rest)
 
 
+def causal_conv(tokens):
+    x, weight = torch.randn(1, 16, tokens), torch.randn(16, 4)
+    return lambda: OPS.causal_conv1d_forward(x, weight, None, None, None, True, False)
+
+
+def causal_conv_backward(tokens):
+    x, weight = torch.randn(1, 16, tokens), torch.randn(16, 4)
+    return lambda: OPS.causal_conv1d_backward(x, x, weight, None, None, None, True, False, 15)
+
+
 def loss(rows):
     x, target = torch.randn(rows, 64), torch.zeros(rows, dtype=torch.int64)
     return lambda: OPS.loss_forward(x, target, None, -100, 0.0, 0.0, 1, 0.0, None)
@@ -187,6 +197,7 @@ CALLS = [
     (rotary, 16, 16384), (rotary_backward, 16, 16384),
     (gate, 16, 16384), (gate_backward, 16, 16384),
     (group_norm, 16, 65536), (group_norm_backward, 16, 65536),
+    (causal_conv, 16, 65536), (causal_conv_backward, 16, 65536),
     (loss, 16, 16384), (loss_backward, 16, 16384), (linear_loss, 4, 4096),
     (linear, 4, 4096), (linear_backward, 4, 4096), (linear_epilogue_backward, 32, 65536),
     (attention, 4, 256), (attention_backward, 4, 256), (plain, 2, 64), (plain_backward, 2, 64),

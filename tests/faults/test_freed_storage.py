@@ -102,6 +102,19 @@ def gate_backward() -> tuple[Callable, dict]:
     return OPS.gate_backward, dict(doutput=torch.randn(4, 8), **arguments, grad_mask=3)
 
 
+def causal_conv1d_forward() -> tuple[Callable, dict]:
+    return OPS.causal_conv1d_forward, dict(
+        x=torch.randn(2, 8, 5), weight=torch.ones(8, 4), bias=torch.ones(8),
+        initial_state=torch.randn(2, 8, 3), seq_idx=torch.zeros(2, 5, dtype=torch.int32),
+        silu=True, channels_last=False,
+    )  # fmt: skip
+
+
+def causal_conv1d_backward() -> tuple[Callable, dict]:
+    arguments = causal_conv1d_forward()[1]
+    return OPS.causal_conv1d_backward, dict(doutput=torch.randn(2, 8, 5), **arguments, grad_mask=15)
+
+
 def group_norm_forward() -> tuple[Callable, dict]:
     return OPS.group_norm_forward, dict(
         input=torch.randn(2, 8, 5), weight=torch.ones(8), bias=torch.ones(8), num_groups=2,
@@ -338,6 +351,7 @@ CALLS = [
     norm_forward, norm_backward, modulated_norm_forward, modulated_norm_backward, dropout,
     branch_forward, branch_backward, gate_forward, gate_backward, rotary, rotary_inplace,
     rotary_backward, group_norm_forward, group_norm_backward,
+    causal_conv1d_forward, causal_conv1d_backward,
     loss_forward, loss_backward, loss_backward_inplace, linear_loss,
     linear_forward, linear_backward,
     linear_epilogue_forward, linear_epilogue_backward,

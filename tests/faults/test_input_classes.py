@@ -250,6 +250,7 @@ TRACED = {
     "loss",
     "linear_cross_entropy",
     "attention",
+    "causal_conv1d",
     "linear",
     "linear_epilogue",
     "rotary",

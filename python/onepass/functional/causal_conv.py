@@ -69,6 +69,8 @@ def causal_conv1d(
             raise ValueError(
                 f"causal_conv1d: activation must be None or 'silu', got {activation!r}"
             )
+        if type(return_final_state) is not bool:
+            raise TypeError  # which check_arguments names
         if seq_idx is not None or cu_seqlens is not None:
             _check_packed(initial_state, return_final_state, seq_idx, cu_seqlens)
         sequence = seq_idx
