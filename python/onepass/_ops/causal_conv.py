@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from onepass._dispatch_log import leave
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
-from onepass._ops.dispatch_log import leave, logged
-from onepass._ops.placement import placed
+from onepass._ops.entry import entry
 from onepass.reference import causal_conv as reference
 
 
-@logged
-@placed
+@entry
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
