@@ -116,7 +116,7 @@ CU = torch.tensor([0, 5], dtype=torch.int32)
         (dict(weight=W.double()), "weight must have dtype float32, bfloat16 or float16 beside x"),
         (dict(bias=B[:2]), r"bias must have shape \(3,\), got \(2,\)"),
         (dict(initial_state=STATE[..., 1:]), r"initial_state must have shape \(2, 3, 3\), got"),
-        (dict(initial_state=STATE.half()), "initial_state must have x's dtype float32, got"),
+        (dict(initial_state=STATE.half()), "initial_state must have dtype float32 like x, got"),
         (dict(seq_idx=NUMBERS[:1]), r"seq_idx must be an int32 tensor of shape \(2, 5\), got"),
     ],
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_arguments_that_exclude_each_other(given, message):
 
 def test_errors_of_the_backward():
     arguments = (X, W, B, None, None, True, False, 15)
-    with pytest.raises(RuntimeError, match="^causal_conv1d_backward: doutput must have x's dtype"):
+    with pytest.raises(RuntimeError, match="^causal_conv1d_backward: doutput must have dtype float32 like x"):
         OPS.causal_conv1d_backward(X.half(), *arguments)
     with pytest.raises(RuntimeError, match=r"doutput must have shape \(2, 3, 5\), got"):
         OPS.causal_conv1d_backward(X[..., 1:], *arguments)
