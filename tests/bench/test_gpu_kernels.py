@@ -116,8 +116,9 @@ def test_a_call_that_fails_takes_no_other_with_it(capsys, monkeypatch):
 # ---- profile -------------------------------------------------------------------------------------
 
 
-def ncu(folder: Path, *lines: str, code: int = 0) -> Path:
+def ncu(folder: Path, *lines: str, code: int = 0, runs: bool = False) -> Path:
     """A stand-in that notes its arguments, runs the program that it is given, and prints these."""
+    run = "print(subprocess.run(words[first:], capture_output=True, text=True, check=True).stdout)"
     program = folder / "ncu"
     (folder / "said").write_text("".join(f"{line}\n" for line in lines))
     program.write_text(
@@ -127,7 +128,7 @@ def ncu(folder: Path, *lines: str, code: int = 0) -> Path:
         "words = sys.argv[1:]\n"
         "first = next(i for i, word in enumerate(words) if word.endswith('gpu_kernels.py')) - 1\n"
         "(folder / 'options').write_text(json.dumps(words[:first]))\n"
-        "print(subprocess.run(words[first:], capture_output=True, text=True, check=True).stdout)\n"
+        f"{run if runs else ''}\n"
         "print((folder / 'said').read_text())\n"
         f"sys.exit({code})\n"
     )
@@ -145,7 +146,8 @@ VALUES = ("61.5", "30", "80.25", "70", "12", "12.4", "1,234,000", "2,000", "10",
 
 
 def test_profile_of_a_kernel(tmp_path, capsys):
-    program = ncu(tmp_path, "==PROF== Connected", HEADER, UNITS, row_of(0, MANGLED, *VALUES))
+    row = row_of(0, MANGLED, *VALUES)
+    program = ncu(tmp_path, "==PROF== Connected", HEADER, UNITS, row, runs=True)
     file = tmp_path / "profile.json"
     words = ["profile", "--ncu", str(program), *SMALL, "--json", str(file)]
     assert gpu_kernels.main(words) == 0

@@ -121,6 +121,7 @@ def test_what_runs_is_what_the_way_says(way):
     assert sorted(tokens) == sorted(n % 256 for n in range(4 * 64))  # each once
 
 
+@pytest.mark.slow
 def test_as_a_command(tmp_path):
     """torchrun with two processes, then one process by itself."""
     flags = [*SMALL, "--checkpoint", "gpt", "--json", "out.json"]
