@@ -77,7 +77,7 @@ def _clip(new: Callable[..., torch.Tensor]) -> None:
 
 _NORMS = "Norms (layer, RMS, group, modulated), residual adds, dropout"
 _ELEMENTWISE = "Rotary embedding, gated activations, cross entropy"
-_LINEAR = "Linear layers, alone or with their cross entropy"
+_LINEAR = "Linear layers, alone or with their cross entropy; causal convolution"
 _ONE_PASS, _WHOLE_TENSORS = "AdamW, Adam, SGD, Lion, clipping", "Muon, Adafactor, LAMB"
 
 # Functions that take the same dtypes, with a call of each; the operator that computes them (""
@@ -161,7 +161,7 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
     (
         {"causal_conv1d": lambda new: F.causal_conv1d(new(2, 4, 8), new(4, 4), new(4))},
         "causal_conv1d_forward",
-        "",
+        _LINEAR,
     ),
     (
         {

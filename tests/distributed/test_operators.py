@@ -126,6 +126,18 @@ CASES = {
         lambda x, scale: functional.modulated_layer_norm(x, 8, scale),
         [every(S0, "x", "scale"), every(S1, "x", "scale")],
     ),
+    "causal_conv1d": Case(
+        {"x": (4, 6, 8), "w": (6, 4), "b": (6,), "state": (4, 6, 3)},
+        lambda x, w, b, state: functional.causal_conv1d(
+            x, w, b, activation="silu", initial_state=state
+        ),
+        [every(S0, "x", "state"), {"x": S1, "w": S0, "b": S0, "state": S1}],
+    ),
+    "causal_conv1d of packed sequences": Case(
+        {"x": (1, 6, 8), "w": (6, 4)},
+        lambda x, w: functional.causal_conv1d(x, w, cu_seqlens=BEGINS),
+        [{"x": S1, "w": S0}],
+    ),
     "group_norm": Case(
         {"x": (4, 8, 3, 3)} | ROW,
         lambda x, w, b: functional.group_norm(x, 4, w, b, activation="silu"),
@@ -352,6 +364,7 @@ ON_FOUR = {
         {"w": [S0, S0], "b": [S0, S0]},
     ],
     "grouped attention": [{**every([S0, S1], *QKV)}, {**every([S0, R], "k", "v"), "q": [S0, S2]}],
+    "causal_conv1d": [{"x": [S0, S1], "state": [S0, S1], "w": [R, S0], "b": [R, S0]}],
     "group_norm": [{"x": [S0, S1], "w": [R, S0], "b": [R, S0]}],
 }
 
