@@ -26,6 +26,13 @@ OperatorList operators() {
   return all;
 }
 
+}  // namespace
+}  // namespace onepass
+
+#ifdef ONEPASS_DEFINES_SCHEMAS
+namespace onepass {
+namespace {
+
 // Without the marks of arguments that are written to: a check only reads them.
 std::string read_only(std::string arguments) {
   for (size_t at; (at = arguments.find("!)")) != std::string::npos;) {
@@ -38,7 +45,6 @@ std::string read_only(std::string arguments) {
 }  // namespace
 }  // namespace onepass
 
-#ifdef ONEPASS_DEFINES_SCHEMAS
 STABLE_TORCH_LIBRARY_FRAGMENT(ONEPASS_NAMESPACE, library) {
   for (const auto& [name, arguments, results, _, check] : onepass::operators()) {
     library.def((name + "(" + arguments + ") -> " + results).c_str());
