@@ -141,7 +141,8 @@ def test_arguments_that_exclude_each_other(given, message):
 
 def test_errors_of_the_backward():
     arguments = (X, W, B, None, None, True, False, 15)
-    with pytest.raises(RuntimeError, match="^causal_conv1d_backward: doutput must have dtype float32 like x"):
+    message = "^causal_conv1d_backward: doutput must have dtype float32 like x"
+    with pytest.raises(RuntimeError, match=message):
         OPS.causal_conv1d_backward(X.half(), *arguments)
     with pytest.raises(RuntimeError, match=r"doutput must have shape \(2, 3, 5\), got"):
         OPS.causal_conv1d_backward(X[..., 1:], *arguments)
