@@ -118,6 +118,8 @@ CU = torch.tensor([0, 5], dtype=torch.int32)
         (dict(initial_state=STATE[..., 1:]), r"initial_state must have shape \(2, 3, 3\), got"),
         (dict(initial_state=STATE.half()), "initial_state must have dtype float32 like x, got"),
         (dict(seq_idx=NUMBERS[:1]), r"seq_idx must be an int32 tensor of shape \(2, 5\), got"),
+        (dict(seq_idx=NUMBERS.float()), "seq_idx must hold integers, got torch.float32"),
+        (dict(cu_seqlens=CU), "x must have a batch of 1 beside cu_seqlens, got 2"),
     ],
 )  # fmt: skip
 def test_errors(given, message):
@@ -131,12 +133,12 @@ def test_errors(given, message):
         (dict(activation="gelu"), "activation must be None or 'silu', got 'gelu'"),
         (dict(seq_idx=NUMBERS, cu_seqlens=CU), "cu_seqlens must be None beside seq_idx, got both"),
         (dict(seq_idx=NUMBERS, initial_state=STATE), "initial_state must be None beside seq_idx"),
-        (dict(cu_seqlens=CU, return_final_state=True), "return_final_state must be False beside"),
+        (dict(x=X[:1], cu_seqlens=CU, return_final_state=True), "return_final_state must be False"),
     ],
 )  # fmt: skip
 def test_arguments_that_exclude_each_other(given, message):
     with pytest.raises(ValueError, match=f"^causal_conv1d: {message}"):
-        functional.causal_conv1d(X, W, **given)
+        functional.causal_conv1d(**{"x": X, "weight": W, **given})
 
 
 def test_errors_of_the_backward():

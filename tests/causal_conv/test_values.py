@@ -154,4 +154,14 @@ def test_calls_after_each_other_are_one_call(length, last):
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs, -1), whole)
     assert torch.equal(state, end)
-    assert state.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_final_state_is_a_tensor_of_its_own_in_the_dtype_of_x(length):
+    x, weight = torch.randn(2, 6, length), torch.randn(6, 4)
+    with torch.autocast("cpu", dtype=BF16):
+        output, state = functional.causal_conv1d(x, weight, return_final_state=True)
+    assert output.dtype is BF16 and state.dtype is F32 and state.is_contiguous()
+    before = x.clone()
+    state.zero_()
+    assert torch.equal(x, before)

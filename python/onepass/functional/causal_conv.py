@@ -72,16 +72,15 @@ def causal_conv1d(
         if type(return_final_state) is not bool:
             raise TypeError  # which check_arguments names
         if seq_idx is not None or cu_seqlens is not None:
-            _check_packed(initial_state, return_final_state, seq_idx, cu_seqlens)
+            _check_packed(x, initial_state, return_final_state, seq_idx, cu_seqlens)
         sequence = seq_idx
         if cu_seqlens is not None:
             positions = torch.arange(x.shape[-1], device=x.device)
             sequence = torch.searchsorted(cu_seqlens[1:], positions, right=True)[None]
         if sequence is not None:
             sequence = sequence.to(torch.int32)
-        x, weight, bias, initial_state = _autocast(x, weight, bias, initial_state)
-        silu = activation == "silu"
-        output = _causal_conv.causal_conv1d(x, weight, bias, initial_state, sequence, silu)
+        operands = _autocast(x, weight, bias, initial_state)
+        output = _causal_conv.causal_conv1d(*operands, sequence, activation == "silu")
         if not return_final_state:
             return output
         return output, _final_state(x, weight.shape[-1] - 1, initial_state)
@@ -93,18 +92,19 @@ def causal_conv1d(
 def _final_state(x: Tensor, before: int, initial_state: Tensor | None) -> Tensor:
     """The last inputs, a tensor of their own."""
     if x.shape[-1] >= before:
-        return x[..., x.shape[-1] - before :].contiguous()
+        return x[..., x.shape[-1] - before :].clone(memory_format=torch.contiguous_format)
     if initial_state is None:
         initial_state = x.new_zeros((*x.shape[:-1], before))
     return torch.cat((initial_state[..., x.shape[-1] :], x), -1)
 
 
-def _check_packed(initial_state, return_final_state, seq_idx, cu_seqlens) -> None:
+def _check_packed(x, initial_state, return_final_state, seq_idx, cu_seqlens) -> None:
     """
     Raises:
+        RuntimeError: the numbers are not whole, or cu_seqlens are given for several samples.
         ValueError: they exclude each other.
     """
-    given = "seq_idx" if seq_idx is not None else "cu_seqlens"
+    given, numbers = ("cu_seqlens", cu_seqlens) if seq_idx is None else ("seq_idx", seq_idx)
     if seq_idx is not None and cu_seqlens is not None:
         raise ValueError("causal_conv1d: cu_seqlens must be None beside seq_idx, got both")
     if initial_state is not None:
@@ -112,4 +112,10 @@ def _check_packed(initial_state, return_final_state, seq_idx, cu_seqlens) -> Non
     if return_final_state:
         raise ValueError(
             f"causal_conv1d: return_final_state must be False beside {given}, got True"
+        )
+    if numbers.is_floating_point() or numbers.is_complex():
+        raise RuntimeError(f"causal_conv1d: {given} must hold integers, got {numbers.dtype}")
+    if cu_seqlens is not None and x.dim() == 3 and x.shape[0] != 1:
+        raise RuntimeError(
+            f"causal_conv1d: x must have a batch of 1 beside cu_seqlens, got {x.shape[0]}"
         )
