@@ -250,6 +250,6 @@ def test_families_on_the_command_line(monkeypatch, capsys):
     assert {case.name.partition("/")[0] for case in seen} == {"attention", "decode"}
     assert run("attention", "norms") == 2
     assert (
-        "bench: FAMILY must be one of attention, causal_conv, decode, dropout, gate, group_norm, linear"
+        "bench: FAMILY must be one of attention, causal_conv, decode, dropout, gate, group_norm"
         in capsys.readouterr().err
     )
