@@ -85,9 +85,19 @@ struct Piece {
     return args.batch * chunks_per_sample(args) * of_channels;
   }
 
+  // The first element of a line; null of null.
   template <class T>
   const T* line(const void* tensor, const LineStride& stride, int64_t number) const {
-    return static_cast<const T*>(tensor) + sample * stride.sample + number * stride.line;
+    return tensor ? static_cast<const T*>(tensor) + offset(stride, number) : nullptr;
+  }
+  template <class T>
+  T* line(void* tensor, const LineStride& stride, int64_t number) const {
+    return tensor ? static_cast<T*>(tensor) + offset(stride, number) : nullptr;
+  }
+
+ private:
+  int64_t offset(const LineStride& stride, int64_t number) const {
+    return sample * stride.sample + number * stride.line;
   }
 };
 
@@ -174,7 +184,7 @@ void causal_conv_channels_kernel(const CausalConvForward& args, const Piece& pie
   const int width = width_of<kWidth>(args);
   const Weights<A> weights(args, piece.channel, piece.channels);
   const Tokens<T> tokens(args, piece);
-  T* output = const_cast<T*>(piece.line<T>(args.output, dense(args), 0)) + piece.channel;
+  T* output = piece.line<T>(args.output, dense(args), 0) + piece.channel;
   const T* taps[kMost];
   for (int64_t t = piece.begin; t < piece.end; ++t) {
     tokens.put_taps(t, width, taps);
@@ -196,9 +206,8 @@ void causal_conv_backward_channels_kernel(const CausalConvBackward& args, const 
   const Weights<A> weights(args, piece.channel, piece.channels);
   const Tokens<T> tokens(args, piece);
   const T* doutput = piece.line<T>(args.doutput, args.doutput_stride, 0) + piece.channel;
-  T* dinput = args.dinput
-                  ? static_cast<T*>(args.dinput) + piece.sample * dense(args).sample + piece.channel
-                  : nullptr;
+  T* dinput = piece.line<T>(args.dinput, dense(args), 0);
+  if (dinput) dinput += piece.channel;
   const bool of_state = piece.begin == 0 && args.dinitial_state;
   const bool of_inputs = dinput || of_state;
 
@@ -345,7 +354,7 @@ void causal_conv_tokens_kernel(const CausalConvForward& args, const Piece& piece
   using A = Accumulator<T>;
   const int width = width_of<kWidth>(args);
   const ChannelWeights<A> weights(args, piece.channel);
-  T* output = const_cast<T*>(piece.line<T>(args.output, dense(args), piece.channel));
+  T* output = piece.line<T>(args.output, dense(args), piece.channel);
   Line<T> line;
   for_each_run(args, piece, [&](int64_t begin, int64_t end) {
     line.put(args, piece, begin, end);
@@ -366,9 +375,7 @@ void causal_conv_backward_tokens_kernel(const CausalConvBackward& args, const Pi
   A reversed[kMost];
   std::reverse_copy(weights.of, weights.of + width, reversed);
   const T* doutput = piece.line<T>(args.doutput, args.doutput_stride, piece.channel);
-  T* dinput = args.dinput ? static_cast<T*>(args.dinput) + piece.sample * dense(args).sample +
-                                piece.channel * args.length
-                          : nullptr;
+  T* dinput = piece.line<T>(args.dinput, dense(args), piece.channel);
   Vec<A> sum_of[kMost + 1] = {};
   Line<T> line;
   alignas(64) A dsums[kTokens + 3 * kMost];  // that of token begin - before + i

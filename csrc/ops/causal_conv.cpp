@@ -102,6 +102,8 @@ void check_shared(const char* op, const TensorInfo& shape, const CheckedAgainst&
     checked.tensor_of("initial_state", *options.initial_state, sizes, args.input_dtype, "x");
   }
   if (options.seq_idx) {
+    require(!options.initial_state, op,
+            ": initial_state must not be given beside seq_idx, got one");
     const TensorInfo info = input_of(op, "seq_idx", *options.seq_idx);
     const int64_t sizes[] = {args.batch, args.length};
     require(Shape(info) == sizes && is(ScalarType::Int, info.scalar_type), op,

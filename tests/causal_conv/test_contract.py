@@ -141,6 +141,12 @@ def test_arguments_that_exclude_each_other(given, message):
         functional.causal_conv1d(**{"x": X, "weight": W, **given})
 
 
+def test_a_state_beside_numbers_is_refused_by_the_operator():
+    message = "causal_conv1d: initial_state must not be given beside seq_idx, got one"
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        OPS.causal_conv1d_forward(X, W, B, STATE, NUMBERS.int(), True, False)
+
+
 def test_errors_of_the_backward():
     arguments = (X, W, B, None, None, True, False, 15)
     message = "^causal_conv1d_backward: doutput must have dtype float32 like x"

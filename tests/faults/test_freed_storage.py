@@ -105,7 +105,7 @@ def gate_backward() -> tuple[Callable, dict]:
 def causal_conv1d_forward() -> tuple[Callable, dict]:
     return OPS.causal_conv1d_forward, dict(
         x=torch.randn(2, 8, 5), weight=torch.ones(8, 4), bias=torch.ones(8),
-        initial_state=torch.randn(2, 8, 3), seq_idx=torch.zeros(2, 5, dtype=torch.int32),
+        initial_state=torch.randn(2, 8, 3), seq_idx=None,
         silu=True, channels_last=False,
     )  # fmt: skip
 

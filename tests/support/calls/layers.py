@@ -236,34 +236,36 @@ def _causal_convolutions():
     of = {"optional": ("bias",), "differentiable": True}
     yield Call("functional.causal_conv1d", plain, run, stock, **of)
 
-    def raw():
-        own = plain()
+    def after_state():
+        return plain() | {"initial_state": randn(2, 6, 3, seed=3)}
+
+    def packed():
         numbers = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 3], dtype=torch.int32)
-        own |= {"initial_state": randn(2, 6, 3, seed=3)}
-        return own | {"seq_idx": numbers.repeat(2, 1)}
+        return plain() | {"seq_idx": numbers.repeat(2, 1)}
 
     def forward(op):
-        def run(x, weight, bias, initial_state, seq_idx):
+        def run(x, weight, bias, initial_state=None, seq_idx=None):
             return flat(op(x, weight, bias, initial_state, seq_idx, True, False))
 
         return run
 
-    optional = ("bias", "initial_state", "seq_idx")
-    for op in (RAW.causal_conv1d_forward, RAW.causal_conv1d_forward_check):
-        yield Call(f"ops.{op.__name__}", raw, forward(op), optional=optional)
-
-    def upstream():
-        return {"doutput": randn(2, 6, 9, seed=4)} | raw()
-
     def backward(op):
-        def run(doutput, x, weight, bias, initial_state, seq_idx):
+        def run(doutput, x, weight, bias, initial_state=None, seq_idx=None):
             given = (doutput, x, weight, bias, initial_state, seq_idx)
             return flat(op(*given, True, False, 15))
 
         return run
 
-    for op in (RAW.causal_conv1d_backward, RAW.causal_conv1d_backward_check):
-        yield Call(f"ops.{op.__name__}", upstream, backward(op), optional=optional)
+    for text, make, name in (("", after_state, "initial_state"), (" packed", packed, "seq_idx")):
+
+        def upstream(make=make):
+            return {"doutput": randn(2, 6, 9, seed=4)} | make()
+
+        optional = ("bias", name)
+        for op in (RAW.causal_conv1d_forward, RAW.causal_conv1d_forward_check):
+            yield Call(f"ops.{op.__name__}{text}", make, forward(op), optional=optional)
+        for op in (RAW.causal_conv1d_backward, RAW.causal_conv1d_backward_check):
+            yield Call(f"ops.{op.__name__}{text}", upstream, backward(op), optional=optional)
 
 
 # ---- group norm ----------------------------------------------------------------------------------
