@@ -44,8 +44,8 @@ EXCEPTIONS = {
     "attention gradients": (
         "they take sum(P dP) from the saved output, rounded to its dtype, as the square is not "
         "kept; autograd of the formula keeps the sum as it was, so that gradients of a row with "
-        "one key cancel exactly. Their P is exp(score - lse), off by half an ulp of the saved lse: "
-        "of thousands of keys with scores near 0 that is more than the rule allows in float32"
+        "one key cancel exactly. On CUDA their P is exp(score - lse) in float32: of thousands of "
+        "keys with scores near 0 the difference is off by more than the rule allows"
     ),
     "log-sum-exp of 16 bits on CUDA": (
         "it is float32, but a tensor core cuts off its sums of 16 columns, which the formula in "

@@ -150,6 +150,21 @@ class ScoreGradients {
     return values + key % 8;
   }
 
+  // exp(score - lse). With thousands of keys whose scores are near 0, lse is large beside a score,
+  // and their difference drops the score's last bits. So what the difference lost, exact by Dekker
+  // (1971), and the rounding error of the saved lse are kept beside it: exp(d + rest) is
+  // exp(d) + exp(d) rest. Products in 16 bits would not show it.
+  static ONEPASS_INLINE Vec<float> probability(Vec<float> score, const RowOf& of) {
+    const Vec<float> difference = score - of.lse;
+    if constexpr (M::kPerCell > 1) return exp(difference - of.lse_rest);
+    // NaN where a score is infinite, or a row saw no key.
+    const auto or_zero = [](Vec<float> x) { return x < 1e3f ? x : Vec<float>{}; };
+    const Vec<float> lost = or_zero((score - (difference + of.lse)) - of.lse_rest);
+    const Vec<float> exponent = difference + lost;
+    const Vec<float> p = exp(exponent);
+    return fma<float>(p, or_zero(lost - (exponent - difference)), p);
+  }
+
   template <bool kChanged>
   ONEPASS_INLINE Both one_vector(const BackwardTile& t, const ScoreTerms<Vec<float>>& terms,
                                  const RowOf& of, int64_t row, int64_t v, double& dslope) {
@@ -157,7 +172,7 @@ class ScoreGradients {
     Vec<float> score = load<float>(s_.scores + at);
     Vec<float> dp = load<float>(s_.dscores + at);
     if constexpr (!kChanged) {
-      const Vec<float> p = exp((score - of.lse) - of.lse_rest);
+      const Vec<float> p = probability(score, of);
       return {p, p * (dp - of.delta)};
     } else {
       const KeysInLanes keys(v * n);
@@ -168,9 +183,7 @@ class ScoreGradients {
           [&] { return bias_of_keys(args_, t.batch, t.head, of.query, t.k0 + v * n, left); },
           &derivative);
       const SignedWords seen = keys.seen(of.first, of.last, of.mask);
-      const Vec<float> exponent =
-          seen ? (score - of.lse) - of.lse_rest : broadcast<float>(kMinusInfinity<float>);
-      const Vec<float> p = exp(exponent);
+      const Vec<float> p = probability(seen ? score : broadcast<float>(kMinusInfinity<float>), of);
       Vec<float> kept = p;
       if (dropout_) {
         const HalfBits drawn = *reinterpret_cast<const HalfBitsUnaligned*>(of.drawn + v * n);
