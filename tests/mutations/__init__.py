@@ -1,0 +1,1 @@
+"""Faults that the suite must notice: `python -m tests.mutations`."""
