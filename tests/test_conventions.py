@@ -404,6 +404,16 @@ def test_public_functions_describe_their_arguments():
         assert "Raises:" in text or "errors" in text, f"{name}: no errors described"
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase():
+    openings = "As At By For From In Of Per That Those What When Where Which While With".split()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for file in (ROOT / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = isinstance(node, documented) and ast.get_docstring(node) or "-"
+            name = getattr(node, "name", "the file")
+            assert text.split()[0] not in openings, f"{relative(file)}: {name}: {text[:60]!r}"
+
+
 def test_every_public_function_is_in_all():
     for module in (onepass.functional, onepass.nn):
         for file in sorted(Path(module.__file__).parent.glob("[!_]*.py")):

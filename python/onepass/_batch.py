@@ -46,8 +46,8 @@ def _takes_it_whole(
 
 @contextlib.contextmanager
 def named_in_errors(op: str, model: nn.Module, args: tuple, kwargs: Mapping) -> Iterator[None]:
-    """Where a call of the model with these arguments fails in the block because forward does not
-    take them, the error names `op` and what forward takes."""
+    """Names `op`, and what forward takes, in the error of a call in the block with arguments that
+    forward does not take."""
     try:
         yield
     except TypeError as error:
@@ -67,7 +67,7 @@ def call(model: nn.Module, batch: object) -> object:
 
 
 def described(model: nn.Module, batch: object) -> str:
-    """What forward takes, and what the batch is."""
+    """Description of what forward takes, and of the batch."""
     if isinstance(batch, Mapping):
         found = f"a dict of {', '.join(map(str, batch))}" if batch else "an empty dict"
     elif isinstance(batch, (tuple, list)):

@@ -48,7 +48,7 @@ def obstacle() -> str:
 
 
 def keep(limit: int | None) -> bool:
-    """From now on all blocks are in the heap, and up to limit free bytes at its top stay there.
+    """Keeps all blocks in the heap from now on, and up to limit free bytes at its top.
 
     None: all. Returns whether malloc accepts that.
     """
@@ -58,7 +58,7 @@ def keep(limit: int | None) -> bool:
 
 
 def map_apart() -> bool:
-    """From now on blocks of 128 KiB and more are mapped and unmapped separately, as when the
+    """Maps and unmaps blocks of 128 KiB and more separately from now on, as when the
     process began: only memory in use is resident, because the heap has no large holes.
 
     Returns whether malloc accepts that.

@@ -1,4 +1,4 @@
-"""What a model returns: its floating-point tensors, and its loss if it has one."""
+"""Readers of what a model returns: its floating-point tensors, and its loss if it has one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ FOLDED = 24  # a column of names may be folded to this width, others are not
 
 
 def console_of(width_off_terminal: int) -> Console:
-    """For stdout. A pipe has no width, and gets this one."""
+    """Console for stdout. A pipe has no width, and gets this one."""
     console = Console()
     return console if console.is_terminal else Console(width=width_off_terminal)
 

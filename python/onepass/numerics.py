@@ -1,4 +1,4 @@
-"""When is a result right? One rule, used by the tests, swap's probe, verify, doctor and bench.
+"""The rule for when a result is right, used by the tests, swap's probe, verify, doctor and bench.
 
 With `ref` the reference computed in float64 and `base` the same formula computed by stock PyTorch
 in the result's own dtype,

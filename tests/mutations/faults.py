@@ -185,7 +185,6 @@ FAULTS = [
             "return torch.is_grad_enabled() or forward_ad._current_level >= 0",
             "return torch.is_grad_enabled()",
         ),
-        ("_ops/differentiation.py", "return float.fromhex(float(number).hex())", "return number"),
         ("_ops/autograd.py", 'lines = ["ctx.set_materialize_grads(False)"]', "lines = []"),
         ("_ops/autograd.py", "if self.partial and x not in of_partial:", "if False:"),
         ("_ops/operator.py", 'saving=call("True"),', 'saving=call("False"),'),

@@ -219,7 +219,7 @@ class _Writer:
         return f"derived_{name}({', '.join(known[value] for value in taken)})"
 
     def wanted(self) -> list[str]:
-        """Which gradients are: the mask, or none."""
+        """Lines that compute which gradients are wanted: the mask, or none."""
         lines = []
         for result in self.partial:  # compiled graphs hand over a gradient of an empty result
             lines += [f"if not has_{result}:", f"    d{result} = None"]

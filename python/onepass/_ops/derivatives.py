@@ -59,7 +59,7 @@ def second_derivative(
 
 
 def _wanted(results: Sequence[str], given: dict[str, object]) -> list[bool]:
-    """Which results the arguments of a backward ask for."""
+    """Results that the arguments of a backward ask for."""
     if "grad_mask" in given:
         return [bool(given["grad_mask"] >> bit & 1) for bit in range(len(results))]
     return [given.get(f"{result[1:]}_dtype", True) is not None for result in results]

@@ -1,5 +1,5 @@
-"""What every call of a family passes before its operators: the log, the rule of DTensors, and the
-generator's state, which a refused call must not change."""
+"""Wrappers of every family's entry: the log, the rule of DTensors, and the generator's state, which
+a refused call must not change."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _sum_in_order(numbers: Tensor) -> Tensor:
 
 
 def _total_weight(input, target, linear_weight, weight, ignore_index) -> Tensor:
-    """Of the rows that are not ignored. The operator refuses targets that are no class."""
+    """Sum of the weights of rows that are not ignored. The operator refuses targets that are no
+    class."""
     if target.device != input.device:
         return input.new_ones((), dtype=torch.float64)  # the operator refuses this too
     counted = target != ignore_index

@@ -19,7 +19,7 @@ _library = torch.library.Library("onepass", "FRAGMENT")
 
 
 def is_tracing() -> bool:
-    """As `torch.jit.is_tracing`, in a quarter of the time."""
+    """Equals `torch.jit.is_tracing()`, in a quarter of the time."""
     return torch._C._is_tracing()
 
 

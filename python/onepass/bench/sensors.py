@@ -59,7 +59,7 @@ class Sensors:
             self._samples.append((time.perf_counter(), _number(clock), _number(power)))
 
     def between(self, start: float, end: float) -> Load:
-        """Of the samples between two values of time.perf_counter()."""
+        """Median load between two values of time.perf_counter()."""
         found = [sample[1:] for sample in list(self._samples) if start <= sample[0] <= end]
         return Load(*(_median(of) for of in zip(*found, strict=True)))
 
@@ -70,7 +70,7 @@ class Sensors:
 
 
 def _current() -> str | None:
-    """By its UUID, as torch and nvidia-smi may number devices differently."""
+    """UUID of the current device: torch and nvidia-smi may number devices differently."""
     import torch  # here: gpu_load.py of benchmarks/ has this file without onepass
 
     if not torch.cuda.is_available():

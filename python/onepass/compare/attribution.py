@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, part by part, forward and backward.
+"""Attribution of a training step's time to its parts, forward and backward.
 
 Method: one step runs with a stamp of the clock at every boundary between parts, so that the parts
 and the time between them sum to the step by construction.

@@ -38,7 +38,7 @@ from onepass.swapping import sample
 
 @dataclass
 class Generation:
-    """What was measured; prints as a table.
+    """The measurements; print as a table.
 
     Attributes:
         phases: by name (times, tokens of a call).

@@ -62,7 +62,7 @@ class Inference:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Where calls are made."""
+        """Context in which calls are made."""
         with telling_errors(self.model, self.batch), self.settings.autocast():
             yield
 
@@ -146,7 +146,7 @@ def _generating(model: nn.Module, batch: object) -> Call | None:
     signature = inspect.signature(model.generate)
 
     def options(count: int, taken: Container[str]) -> dict[str, object]:
-        """Of greedy decoding; those of `taken` alone."""
+        """Options of greedy decoding; those of `taken` alone."""
         named = {"min_new_tokens": count, "do_sample": False, "top_k": 1}
         return {"max_new_tokens": count} | {n: v for n, v in named.items() if n in taken}
 

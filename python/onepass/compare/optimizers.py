@@ -159,7 +159,8 @@ class Comparison:
     left_out: dict[str, str]  # by name, why
 
     def share_of_step(self, name: str) -> float | None:
-        """Of stock's step with this optimizer in it; None where the model's dtype is another."""
+        """Share of stock's step that this optimizer takes; None where the model's dtype is
+        another."""
         if self.outcomes[name].choice.dtype:
             return None
         rest = max(0.0, self.step_seconds - self.timing.median(BASELINE.name))
@@ -167,11 +168,11 @@ class Comparison:
         return own / (rest + own)
 
     def state_bytes(self, name: str) -> float:
-        """Per parameter."""
+        """Bytes of state per parameter."""
         return self.outcomes[name].state_bytes / self.parameters
 
     def all_bytes(self, name: str) -> float:
-        """Per parameter: itself, its gradient and its state."""
+        """Bytes per parameter: itself, its gradient and its state."""
         outcome = self.outcomes[name]
         return (outcome.state_bytes + outcome.other_bytes) / self.parameters
 

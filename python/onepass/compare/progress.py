@@ -1,4 +1,4 @@
-"""Where a long run is, on stderr, so that stdout holds the outcome alone."""
+"""Progress of a long run on stderr, so that stdout holds the outcome alone."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Result:
 
     @property
     def first_steps(self) -> dict[str, FirstStep]:
-        """Per variant; with dropout, if it is trained with it and was measured so."""
+        """First steps by variant; with dropout, if it is trained with it and was measured so."""
         return {
             name: variant.first_step
             for speed in sorted(self.speeds, key=lambda speed: speed.dropout or 0.0)
@@ -136,7 +136,7 @@ def _speed_dict(speed: Speed) -> dict:
 
 
 def auto_dict(decision: Decision | None) -> dict | None:
-    """What --auto decided; the same kinds with the same reason are one entry."""
+    """Decisions of --auto; the same kinds with the same reason are one entry."""
     if decision is None:
         return None
     modules: dict[tuple, list[str]] = {}

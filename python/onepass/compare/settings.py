@@ -65,8 +65,8 @@ class Settings:
         return onepass.swap(model, kinds=kinds or self.kinds or None, choice=choice)
 
     def decided(self, model: nn.Module, batch: object) -> Settings:
-        """With --auto the settings that swap what gains on this batch, in the mode that the model
-        is in; the model stays as it is."""
+        """Settings; with --auto those that swap what gains on this batch, in the mode that the
+        model is in; the model stays as it is."""
         if not self.auto:
             return self
         with telling_errors(model, batch), self.autocast():
@@ -87,7 +87,7 @@ class Settings:
         }
 
     def task(self) -> dict:
-        """For another process."""
+        """Arguments for another process."""
         return self.to_dict() | {"decision": self.decision and self.decision.to_dict()}
 
     @classmethod

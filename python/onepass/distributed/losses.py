@@ -88,7 +88,7 @@ class _Rows:
 
 @dataclass
 class _Pieces:
-    """Of each row of this process's logits, in float64."""
+    """Statistics of each row of this process's logits, in float64."""
 
     maximum: list[Tensor] = field(default_factory=list)
     exponentials: list[Tensor] = field(default_factory=list)  # relative to the maximum
@@ -288,7 +288,7 @@ def _gradient(
     options: Options,
     inplace: bool,
 ) -> Tensor:
-    """That of this process's logits."""
+    """Gradient of this process's logits."""
     if not classes.count:
         return logits
     wide, smoothing = _accumulator(logits.dtype), options.label_smoothing

@@ -1,4 +1,4 @@
-"""What calls on DTensors are, kept for the next such call: nothing is chosen or compared again.
+"""Cache of resolved calls on DTensors: the next such call chooses and compares nothing.
 
 A plan is kept where every tensor lies right already and the entry itself computes the parts, so
 that nothing but shapes, dtypes, placements and options was looked at. All of these are in its key.
@@ -25,7 +25,7 @@ _LOCAL = frozenset((Tensor, torch.nn.Parameter))
 
 @dataclass(slots=True)
 class Call:
-    """What one call leaves for its backward.
+    """State that one call leaves for its backward.
 
     Attributes:
         handed: the gradients of its results; filled by the backward of `Plan.whole`.
@@ -36,7 +36,7 @@ class Call:
     writes: Writes | None
 
     def double(self, result: Tensor) -> Tensor:
-        """For the DTensor of a result that has no gradient."""
+        """Alias for the DTensor of a result that has no gradient."""
         return result if self.writes is None else result.data
 
 
@@ -91,7 +91,7 @@ class Plan:
         return whole
 
     def spec(self, of: str | int, part: Tensor) -> DTensorSpec:
-        """Of a gradient or result with this part."""
+        """Specification of the gradient or result that has this part."""
         key = (of, part.shape, part.stride(), part.dtype)
         spec = self.specs.get(key)
         if spec is None:
@@ -166,7 +166,7 @@ def _describe(values, key: list) -> bool:
 
 
 def stride_of(shape: torch.Size, part: Tensor) -> tuple[int, ...]:
-    """Of a whole whose dimensions lie in memory in the order of those of a part."""
+    """Strides of a global tensor, in the memory order of a part's dimensions."""
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (part.stride(dim), -dim)):
         stride[dim] = step

@@ -28,7 +28,7 @@ def _choices(*names: Names) -> list[tuple[str, ...]]:
 
 
 def _row_dims(given: Given) -> Names:
-    """Those of input in front of the row that a norm is of."""
+    """Dimensions of input before the normalized ones."""
     shape, input = given["normalized_shape"], given["input"]
     return _dims(input, input.dim() - (1 if isinstance(shape, int) else len(shape)))
 
@@ -109,8 +109,8 @@ def _group_norm(given: Given) -> Layout:
 
 
 def _linear(given: Given) -> Layout:
-    """By rows, by columns of the output, or by the columns that are summed over. Results are parts
-    of a sum then, and the bias is added to the first part."""
+    """Splits by rows, by columns of the output, or by the columns that are summed over. Results are
+    parts of a sum then, and the bias is added to the first part."""
     input = given["input"]
     rows = _dims(input, input.dim() - 1)
 
@@ -137,7 +137,7 @@ def _linear_epilogue(given: Given) -> Layout:
 
 
 def _rotary(given: Given) -> Layout:
-    """By sequences, heads or tokens. Tables that are looked up in stay whole."""
+    """Splits by sequences, heads or tokens. Tables that are looked up in stay whole."""
     query, key, cos, positions = (given[name] for name in ("query", "key", "cos", "positions"))
     of_query, of_key = ("batch", "heads", "tokens", None), ("batch", "kv_heads", "tokens", None)
     tokens = ("batch", "tokens")[-cos.dim() + 1 :] if positions is None else ()
@@ -171,7 +171,7 @@ def _rotary_inplace(given: Given) -> Layout:
 
 
 def _over(tensor: Tensor, names: Names) -> Names:
-    """Of a tensor that broadcasts: dimensions of size 1 have no name."""
+    """Names of the dimensions of a tensor that broadcasts; those of size 1 have none."""
     return tuple(n if size > 1 else None for n, size in zip(names, tensor.shape, strict=False))
 
 
@@ -181,13 +181,13 @@ def _heads(heads: int, kv_heads: int | None) -> tuple[str, ...]:
 
 
 def _even(heads: int, kv_heads: int | None) -> dict[str, int]:
-    """Where several heads of query share one of key, each process has whole groups."""
+    """Gives each process whole groups, where several heads of query share one of key."""
     together = kv_heads not in (None, 1, heads)
     return {"heads": heads, "kv_heads": kv_heads} if together else {}
 
 
 def _attention(given: Given) -> Layout:
-    """By sequences, heads, or queries of dense tensors; packed sequences by heads alone."""
+    """Splits by sequences, heads, or queries of dense tensors; packed sequences by heads alone."""
     query, key, options = given["query"], given["key"], given["options"]
     packed = query.dim() == 3
     batch, rows = (None, None) if packed else ("batch", "queries")
@@ -238,7 +238,7 @@ def _attention(given: Given) -> Layout:
 
 
 def _attention_decode(given: Given) -> Layout:
-    """By heads; by sequences where each has a cache of its own."""
+    """Splits by heads; by sequences where each has a cache of its own."""
     options, key = given["options"], given["key"]
     paged, chosen = "block_table" in options, "cache_batch_idx" in options
     query = ("batch", "heads", None, None)
@@ -273,8 +273,8 @@ _NONE, _MEAN, _SUM = (loss.REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
 
 def _loss(entry: Callable, of_classes: Callable) -> Callable[[Given], Layout]:
-    """By rows or by classes. Losses and weights of rows are summed up over processes together: one
-    number each. `of_classes` computes losses of rows whose classes are split."""
+    """Splits by rows or by classes. Losses and weights of rows are summed up over processes
+    together: one number each. `of_classes` computes losses of rows whose classes are split."""
 
     def rule(given: Given) -> Layout:
         input, reduction = given["input"], given["reduction"]
@@ -362,7 +362,7 @@ def _loss_dtype(given: Given) -> torch.dtype:
 
 
 def _weight_of(call: Mapping[str, object]) -> Tensor:
-    """Of the rows that count."""
+    """Sum of the weights of rows that are not ignored."""
     target, weight = call["target"], call["weight"]
     counts = target != call["ignore_index"]
     if weight is None:

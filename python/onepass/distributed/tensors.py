@@ -246,7 +246,7 @@ def _listed(results) -> Sequence[Tensor | None]:
 
 
 def _tensors(given: Mapping[str, object]) -> dict[str, Tensor]:
-    """By name, those among an entry's options too."""
+    """Tensors by name, those among an entry's options too."""
     everything = {**given, **given.get("options", {})}
     return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
 
@@ -272,7 +272,7 @@ def _mesh(op: str, tensors: Mapping[str, Tensor]) -> DeviceMesh:
 
 
 def _sizes(op: str, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of each name; all tensors that have it agree, which no part could tell."""
+    """Global size of each named dimension; parts alone could not show that tensors disagree."""
     sizes: dict[str, int] = {}
     for name, names in layout.inputs.items():
         if name not in tensors:
@@ -291,7 +291,7 @@ def _sizes(op: str, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, 
 def _chosen(
     op: str, layout: Layout, tensors: Mapping[str, Tensor], mesh: DeviceMesh, parts: Parts
 ) -> list[Choice]:
-    """For each dimension of the mesh; `parts` are made by it."""
+    """Choice for each dimension of the mesh; `parts` are made by it."""
     chosen = []
     for mesh_dim in range(mesh.ndim):
         count = mesh.size(mesh_dim)
@@ -377,7 +377,7 @@ def _local(tensor: Tensor, names: Names, mesh: DeviceMesh, chosen: list[Choice])
 
 
 def _gradients(names: Names, chosen: list[Choice]) -> list[Placement]:
-    """Those of a part's gradient."""
+    """Placements of a part's gradient."""
     wanted = [_placement(names, choice) for choice in chosen]
     return [
         Partial() if choice and placement.is_replicate() else placement

@@ -24,7 +24,8 @@ _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 
 
 class Writes:
-    """Those to the tensors of one call. Keeps versions, and none of their memory."""
+    """Tracker of in-place writes to one call's tensors. Keeps versions, and none of their
+    memory."""
 
     __slots__ = ("_watched",)
 
@@ -41,7 +42,7 @@ class Writes:
         return Writes()
 
     def double(self, x: Tensor, part: Tensor) -> Tensor:
-        """Of x's part, for the operator. Not differentiable."""
+        """Alias of x's part, for the operator. Not differentiable."""
         double = part.data
         self.watch(x, double)
         return double

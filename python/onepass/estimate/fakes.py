@@ -202,7 +202,7 @@ class Known:
         return _Call(tuple(key), given, any(type(tensor) is not FakeTensor for tensor in given))
 
     def dispatched(self, function, types, args, kwargs, call: _Call | None):
-        """By torch; what is found is kept for the next such call."""
+        """Lets torch compute; keeps what it found for the next such call."""
         fake = self._fake()
         if call is None or not isinstance(function, torch._ops.OpOverload):
             return fake.__torch_dispatch__(function, types, args, kwargs)
@@ -328,7 +328,7 @@ def _as_fakes(tree, fake: FakeTensorMode):
 
 
 def _attributes_of(fake: FakeTensor) -> dict[str, object]:
-    """Those that torch gives to a fake of this device: made by torch itself, once more. Without the
+    """Attributes that torch gives to a fake of this device, copied from one made again. Without the
     mode: what is known of a mode must not keep it alive."""
     with torch._C._DisableTorchDispatch():
         empty = torch.empty(0, dtype=fake.dtype, device="meta")

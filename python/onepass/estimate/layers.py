@@ -152,7 +152,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Line:
-    """From three models, each of which has a layer more than the one before."""
+    """Fit through three models, each of which has a layer more than the one before."""
 
     more: int  # layers than the first has
 

@@ -119,7 +119,7 @@ def made(make: Callable[[], tuple[nn.Module, object]], real: bool = False) -> Su
 
 
 def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
-    """Where each parameter and buffer is kept; a tied one several times."""
+    """Places of each parameter and buffer; a tied one has several."""
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
             for name, tensor in list(holder.items()):

@@ -176,8 +176,8 @@ class Surveyor:
         return found
 
     def _run_once(self, options: Options, makes: dict[str, optimizers.Make]) -> Step:
-        """From models with a few of the layers, if runs of the whole model were alike: one as it
-        is, and one with each change."""
+        """Extrapolates from models with a few of the layers, if runs of the whole model were alike:
+        one as it is, and one with each change."""
         changes, series, expected = _changes(options), self._series, None
         if series or not self._steps:
             try:
@@ -268,7 +268,7 @@ class Surveyor:
 
 
 def _changes(options: Options) -> set[object]:
-    """Those under which a model may treat one of its layers in another way."""
+    """Changes under which a model may treat one of its layers in another way."""
     found: set[object] = {options.dtype} - {None}
     if options.kinds is None or options.kinds:
         found.add("swap")

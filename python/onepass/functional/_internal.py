@@ -1,4 +1,4 @@
-"""For onepass's own modules and integrations: not part of the public interface."""
+"""Functions for onepass's own modules and integrations: not part of the public interface."""
 
 from __future__ import annotations
 

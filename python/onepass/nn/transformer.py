@@ -94,7 +94,7 @@ _FF_BLOCK = _stock.method(torch.nn.TransformerEncoderLayer, "_ff_block")
 
 
 def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Its name as an epilogue of a product; None if it is no epilogue or is observed."""
+    """The epilogue of a product that computes it; None if it is no epilogue or is observed."""
     if not isinstance(activation, torch.nn.Module):
         return next((name for f, name in _ACTIVATIONS if f is activation), None)
     name = _MODULES.get(type(activation))

@@ -164,7 +164,7 @@ class FusedAccumulate:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """With `in_backward`: backwards inside only add gradients, without steps."""
+        """Lets backwards inside only add gradients, without steps, under `in_backward`."""
         before, self._is_adding = self._is_adding, True
         try:
             yield

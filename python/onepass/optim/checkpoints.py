@@ -23,7 +23,7 @@ class CheckpointOptimizer(StateOptimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict:
-        """As torch's, with its keys and ``master`` for 16-bit parameters that have one.
+        """Returns torch's state, with its keys and ``master`` for 16-bit parameters that have one.
 
         The keys do not depend on sharding, and so not on the number of processes of
         torch.distributed.checkpoint. States kept in another form are shown in float32: moments in
@@ -66,7 +66,7 @@ class CheckpointOptimizer(StateOptimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, from torch's optimizer or this one, with other rules for dtypes.
+        """Loads as torch does, from torch's optimizer or this one, with other rules for dtypes.
 
         States keep float32 where they have it, also those of 16-bit parameters, unless state_dtype
         names another; masters stay exact, are converted to the form this optimizer keeps, or made

@@ -84,7 +84,7 @@ class MuonWithAdamW(Muon):
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict) -> None:
-        """As torch's; the group says whether it is Muon's."""
+        """Adds a group as torch does; the group says whether it is Muon's."""
         if isinstance(param_group, dict):
             self._check_kind(param_group, f"of parameter group {len(self.param_groups)}")
             if not param_group["use_muon"]:

@@ -157,7 +157,7 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
         return numbers, [params[i] for i in numbers], [gradients[i] for i in numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; clears sums of `fused_accumulate` too."""
+        """Clears gradients as torch does, and sums of `fused_accumulate` too."""
         super().zero_grad(set_to_none)
         if self._accumulation is not None:
             self._accumulation.clear()

@@ -154,7 +154,7 @@ class StateOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict) -> None:
-        """As torch's, with the options' checks of parameters."""
+        """Adds a group as torch does, with the options' checks of parameters."""
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which raises
         add, before, count = super().add_param_group, dict(param_group), len(self.param_groups)

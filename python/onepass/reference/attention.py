@@ -107,7 +107,8 @@ def _attention(
     key_offset: int = 0,
     sequence: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of dense tensors; `longer` is keys less queries, `sequence` which one this is, or all."""
+    """Attention of dense tensors; `longer` is keys less queries, `sequence` which one this is, or
+    all."""
     (batch, heads, seq_q, head_dim), seq_k = query.shape, key.shape[2]
     key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
     score = query @ key.mT * (1 / math.sqrt(head_dim) if scale is None else scale)

@@ -82,7 +82,7 @@ def modulated_layer_norm(
 def modulated_rms_norm(
     input, normalized_shape, scale, shift=None, eps=None, *, residual=None, gate=None
 ):
-    """As modulated_layer_norm, of rms_norm."""
+    """The modulated form of rms_norm; see modulated_layer_norm."""
     return _modulated(input, normalized_shape, scale, shift, eps, residual, gate, kind=1)
 
 

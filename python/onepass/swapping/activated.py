@@ -257,7 +257,8 @@ def _fused_always(norm, activation, x):
 
 
 def _exact(norm, activation, x):
-    """In float64, rounded once: in 16 bits the rounding of the other parts is not tested."""
+    """The result in float64, rounded once: in 16 bits the rounding of the other parts is not
+    tested."""
     wide = (t.double() for t in (norm.weight, norm.bias))
     return reference.group_norm(x.double(), norm.num_groups, *wide, norm.eps, "silu").to(x.dtype)
 

@@ -90,13 +90,13 @@ def _composed(norm: nn.Module, x, scale, shift):
 
 
 def _fused(norm: nn.Module, x, scale, shift):
-    """In one pass, if neither has the norm been replaced or hooked, nor all modules."""
+    """Runs one pass, if neither the norm was replaced or hooked, nor all modules hooked."""
     kind = None if all_modules_have_hooks() else kind_of(norm)
     return _fused_as(kind, norm, x, scale, shift)
 
 
 def _fused_as(kind: NormKind | None, norm: nn.Module, x, scale, shift):
-    """In one pass, if the composition's result has the dtype and shape of x."""
+    """Runs one pass, if the composition's result has the dtype and shape of x."""
     if (
         kind is None
         or not is_number(norm.eps)
@@ -291,7 +291,8 @@ def _with(run, modulate: Modulate):
 
 
 def _exact(kind: NormKind, norm: nn.Module, x, scale, shift):
-    """In float64, from the rounded results of the other parts: their rounding is not tested."""
+    """The result in float64, from the rounded results of the other parts: their rounding is not
+    tested."""
     x, scale, shift = x.double(), scale.double(), shift.double()
     return reference.modulated(x, (scale.shape[-1],), scale, shift, norm.eps, kind=kind)
 

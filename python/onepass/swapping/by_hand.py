@@ -66,7 +66,7 @@ def left_alone(module: nn.Module) -> Because | None:
 
 
 class Fates(NamedTuple):
-    """What became of the modules of a report, by name."""
+    """Outcomes for the modules of a report, by name."""
 
     left: dict[str, Because]  # why they are left alone
     in_part: dict[str, Because]  # the same of those that call torch's attention, too
@@ -97,7 +97,7 @@ def is_lost_in_graphs(module: nn.Module) -> bool:
 
 
 class Fate:
-    """What became of a module's attention: taken how often, or why not yet.
+    """Outcome for a module's attention: how often it was taken, or why not yet.
 
     A module that `is_left` is not recorded any more. One that was taken always is: a checkpoint
     that recomputes an earlier call must save what that call saved.
@@ -222,7 +222,7 @@ class Recorder:
             self.reader = function
 
     def finish(self) -> None:
-        """At the end of the forward."""
+        """Ends the forward."""
         known = fate(self._module)
         known.taken += self.taken
         known.idle += bool(self.made)

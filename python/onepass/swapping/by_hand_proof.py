@@ -45,7 +45,7 @@ def refusal(cls: type[nn.Module], form: Form, value: Tensor) -> str:
 
 
 def _signature(form: Form, value: Tensor) -> tuple:
-    """What a proof is of."""
+    """Key of a proof."""
     steps = tuple(
         (step.function.__name__, step.kind, *map(_kind, (*step.args, *step.kwargs.values())))
         for step in form.steps

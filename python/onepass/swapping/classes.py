@@ -115,7 +115,7 @@ class LinearForward(Swapped):
 
 
 class Conv1DForward(Swapped):
-    """For transformers' Conv1D, a linear layer with a transposed weight (GPT-2)."""
+    """Forward of transformers' Conv1D, a linear layer with a transposed weight (GPT-2)."""
 
     _onepass_to = {"linear": "onepass.functional.linear"}
 

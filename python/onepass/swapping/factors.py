@@ -41,7 +41,7 @@ class Factors(NamedTuple):
         return _ordered(self.right, of_right, of_left[:-2] + of_left[-1] + column)
 
     def arranged(self, output: Tensor) -> Tensor:
-        """From (*lead, seq_q, value_dim) to the product's own order, in torch's memory order: the
+        """Moves (*lead, seq_q, value_dim) to the product's own order, in torch's memory order: the
         result's letters, but query and column last."""
         if self.letters is None:
             return output.contiguous()

@@ -18,7 +18,7 @@ from onepass.swapping.specs import NormSpec
 
 
 def computing(module: nn.Module, input: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
-    """What computes a swapped norm of `input`; None for a combination that was not proven, or
+    """The function for a swapped norm of `input`; None for a combination that was not proven, or
     where the original is faster.
 
     Norms that are composed of torch's elementwise functions keep the memory order; layer norms call

@@ -47,7 +47,7 @@ class Kernels(TorchDispatchMode):
         return result
 
     def shares(self) -> dict[str, float]:
-        """By operator: the largest error, divided by what it may be."""
+        """Largest error of each operator, divided by what it may be."""
         shares = {}
         for name, calls in self._errors.items():
             largest = max((of_formula for _, of_formula, _ in calls), default=0.0)
@@ -58,7 +58,7 @@ class Kernels(TorchDispatchMode):
 
 
 def _errors(func, args, kwargs, result) -> tuple[float, float, float] | None:
-    """Of a call's first result; None if its formula cannot be computed."""
+    """Errors of a call's first result; None if its formula cannot be computed."""
     first = result if isinstance(result, Tensor) else result[0]
     if not first.numel() or not _has_room(func, args, kwargs):
         return None
@@ -90,7 +90,7 @@ def _has_room(func, args, kwargs) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """In bytes, of a GPU or of the host."""
+    """Free memory of a GPU or of the host, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -88,8 +88,8 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
 
 
 def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
-    """At most one of norm, attention and dropout; and rotary, linear and loss, as a forward may
-    also call a rotating function, F.linear and F.cross_entropy."""
+    """Matches of a module: at most one of norm, attention and dropout; and rotary, linear and loss,
+    as a forward may also call a rotating function, F.linear and F.cross_entropy."""
     if isinstance(module, torch.jit.ScriptModule):  # its Python class does not show its code
         return []
     if isinstance(module, classes.Swapped):

@@ -99,7 +99,7 @@ def notes(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """What was done, and what remains to be done by the user."""
+    """Notes on what was done, and on what remains for the user."""
     report, kinds = plan.report, _kinds(plan)
     if report._earlier:
         names = {name for name, _ in report._earlier}
@@ -133,7 +133,7 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _of_results(plan: Plan) -> Iterator[str]:
-    """What is computed in another way than before, or by other code."""
+    """Notes on results that are computed in another way, or by other code."""
     kinds = _kinds(plan)
     if "dropout" in kinds:
         yield _RANDOM_STREAMS

@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def names_of_named(self) -> list[str]:
-        """Of the modules that get attention by name."""
+        """Names of the modules that get attention by name."""
         return [item.names[0] for item, _ in self._wanted]
 
     def edits(self) -> list[Edit]:

@@ -355,7 +355,7 @@ def attributes(module: nn.Module) -> dict[str, tuple]:
 
 
 def held(module: nn.Module, *children: str, besides: str = "") -> tuple[Held, ...]:
-    """What a proof reads of a module and of some children.
+    """The facts that a proof reads of a module and of some children.
 
     Args:
         besides: an attribute that the fused forward reads itself at each call.
@@ -386,7 +386,7 @@ def is_as_proven(module: nn.Module, held: tuple[Held, ...]) -> bool:
 
 
 def told(value):
-    """What tells an attribute from another; hashable, and equal for copies of it. An object of
+    """Fingerprint of an attribute; hashable, and equal for copies of it. An object of
     another package is told by its class alone."""
     if isinstance(value, functools.partial):
         return told(value.func), told(value.args), told(value.keywords)

@@ -126,8 +126,8 @@ class Reason(enum.Enum):
 
 
 def replaced_forward(module: nn.Module) -> Because | None:
-    """Where the forward of a module, or of a class of torch that it is of, was replaced; None if
-    nowhere."""
+    """The reason to skip a module: its forward, or that of its class of torch, was replaced; or
+    None."""
     if "forward" in vars(module):
         return Reason.INSTANCE_FORWARD.because()
     cls = _stock.replaced(_stock.original(module))

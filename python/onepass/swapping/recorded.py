@@ -215,7 +215,8 @@ def _dropout(function, input, p=0.5, training=True, inplace=False):
 
 
 def _cast(function, scores, *args, **kwargs):
-    """To another floating dtype; calls with other arguments (a device, an order) are not taken."""
+    """Casts to another floating dtype; calls with other arguments (a device, an order) are not
+    taken."""
     if not isinstance(scores, Scores):  # another tensor, to their dtype
         return _of_their_size(function, scores, *args, **kwargs)
     if not _is_open(scores) or kwargs.keys() - {"dtype"}:

@@ -38,7 +38,7 @@ _loss = functools.partial(visibly, onepass.functional.cross_entropy)
 
 
 class _Redirection(TorchFunctionMode):
-    """While active, it redirects functions on this thread; torch's namespace does not change."""
+    """Redirects functions on this thread while it is active; torch's namespace does not change."""
 
     def __init__(self, kinds: list[str], module: nn.Module | None = None):
         super().__init__()

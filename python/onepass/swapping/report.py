@@ -89,7 +89,7 @@ class Report:
 
     @property
     def choice(self) -> dict[str, list]:
-        """What was swapped, and what a sample left out, as plain JSON-able data: for
+        """The swapped modules, and those that a sample left out, as plain JSON-able data: for
         `onepass.swap(model, choice=)`, which does the same without measuring, in another process
         or when a run is resumed.
 
@@ -242,7 +242,7 @@ def shortened(notes: list[str]) -> list[str]:
 
 
 def first_clause(note: str) -> str:
-    """What comes first in a note is its point; details follow after a semicolon."""
+    """The part of a note before the first semicolon: its point."""
     return note.partition("; ")[0]
 
 

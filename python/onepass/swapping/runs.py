@@ -61,7 +61,8 @@ def run(
 
 
 def _set_training(model: nn.Module, flags: Sequence[bool] | None) -> None:
-    """As a loop would: some models fill caches in eval mode and clear them in train mode."""
+    """Sets modes as a loop would: some models fill caches in eval mode and clear them in train
+    mode."""
     model.train()
     if flags is None or not flags[0]:
         model.eval()
@@ -144,7 +145,7 @@ def _checked(loss: object) -> Tensor:
 
 
 def _padding(kwargs: dict, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By output: (batch, seq), True for rows of padding, if a mask of the batch has any."""
+    """Masks by output: (batch, seq), True for rows of padding, if a mask of the batch has any."""
     masks = [kwargs[name] for name in _MASKS if isinstance(kwargs.get(name), Tensor)]
     padding = {}
     for name, output in outputs.items():
@@ -155,7 +156,7 @@ def _padding(kwargs: dict, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without(tensor: Tensor, rows: Tensor) -> Tensor:
-    """With zeros in some rows, (batch, seq)."""
+    """The tensor with zeros in some rows, (batch, seq)."""
     return tensor.masked_fill(rows.reshape(*rows.shape, *(1,) * (tensor.dim() - 2)), 0.0)
 
 
@@ -174,7 +175,8 @@ def _projection(leaves: dict[str, Tensor], padding: dict[str, Tensor]) -> Tensor
 
 
 def distances(run: Run, ref: Run, unseen: dict[str, Tensor]) -> dict[str, float]:
-    """By name of the reference's tensors; gradients of outputs that have lost their graph are 0."""
+    """Distances by name of the reference's tensors; gradients of outputs that have lost their graph
+    are 0."""
     tensors, refs = run.visible(unseen), ref.visible(unseen)
     return {
         name: distance(tensors.get(name, torch.zeros_like(ref)), ref) for name, ref in refs.items()

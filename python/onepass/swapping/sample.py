@@ -125,7 +125,7 @@ class _Unit(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it swaps, for a report."""
+        """The kind that it swaps, for a report."""
         kinds = self.changes[0].cls._onepass_to if self.changes else ("attention",)
         return " and ".join(kinds)
 
@@ -195,7 +195,7 @@ class _Measurement:
         return [_BUSY.format(count=count, verb="are" if self.noisy > 1 else "is")]
 
     def _calls(self) -> dict[int, list[Call] | None]:
-        """By id, the calls of each module that a change is of, in a step of the stock model; None
+        """Calls by id of each module that a change is of, in a step of the stock model; None
         if one cannot be repeated."""
         calls: dict[int, list[Call] | None] = {}
 
@@ -235,7 +235,8 @@ class _Measurement:
         return units + [_Unit([], self.plan.named, [])] * bool(self.plan.named)
 
     def _of_calls(self, unit: _Unit, seconds: float) -> Timing | None:
-        """Of the unit's first module; None if it has no calls that can be repeated."""
+        """Time of the calls of the unit's first module; None if it has no calls that can be
+        repeated."""
         if not unit.calls:
             return None
         module = unit.changes[0].module
@@ -287,7 +288,8 @@ class _Measurement:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def _take_or_leave_out(self, unit: _Unit, timing: Timing, variant: str, count: int = 1) -> None:
-        """By a variant's time against stock's; count: how many calls of a step the timed one is."""
+        """Decides by a variant's time against stock's; count: how many calls of a step the timed
+        one is."""
         ratio = timing.ratio(variant, STOCK)
         self.measured += 1
         if ratio.low <= 1.0:
@@ -384,7 +386,7 @@ def _with_tensors(call: Call, new: Callable[[Tensor], Tensor]) -> Call:
 
 
 def _signature(call: Call) -> tuple:
-    """What two calls must have in common to take the same time."""
+    """The facts that two calls must share to take the same time."""
     leaves, spec = pytree.tree_flatten(tuple(call))
     facts = (
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)

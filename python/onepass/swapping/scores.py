@@ -72,7 +72,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What the recorded calls compute, in attention's own terms.
+    """The recorded calls' formula, in attention's own terms.
 
     Attributes:
         query: (*lead, seq_q, head_dim).
@@ -219,7 +219,7 @@ class Scores(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        """Of code that Python does not follow; it gets numbers without their graph, which
+        """Runs code that Python does not follow; it gets numbers without their graph, which
         `_Deferred` has. What it writes is read from the same numbers."""
         read = _read_by("code that Python does not follow", Scores.unfollowed)
         given: dict[int, Scores] = {}

@@ -46,7 +46,8 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class CallCounts:
-    """What ran in the swapped model, of the calls that could have been onepass's."""
+    """Counts of the swapped model's calls that could have been onepass's, and of those that
+    were."""
 
     ours: Counter[str] = field(default_factory=Counter)  # by operator
     left: Counter[str] = field(default_factory=Counter)  # to torch, by operator and reason
@@ -55,7 +56,7 @@ class CallCounts:
 
     @classmethod
     def of(cls, records: list[dict]) -> CallCounts:
-        """From the records of `_dispatch_log`."""
+        """Counts the records of `_dispatch_log`."""
         left = [record for record in records if record["level"] == _dispatch_log.TORCH]
         ours = [record for record in records if record["level"] != _dispatch_log.TORCH]
         return cls(
@@ -65,7 +66,7 @@ class CallCounts:
         )
 
     def and_larger(self, again: CallCounts) -> CallCounts:
-        """With those that onepass's kernels compute in the second pass alone."""
+        """Adds those that onepass's kernels compute in the second pass alone."""
         return CallCounts(self.ours, self.left, self.small, again.ours - self.ours)
 
 
@@ -287,7 +288,7 @@ def is_gradient(name: str) -> bool:
 
 
 def largest_of(tensor: Tensor) -> float:
-    """Of the finite numbers."""
+    """Largest magnitude of the finite numbers."""
     return tensor.abs().nan_to_num(0.0, 0.0).max().item() if tensor.numel() else 0.0
 
 

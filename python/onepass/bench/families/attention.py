@@ -121,7 +121,7 @@ def _padded(lengths: Sequence[int], seq: int) -> Operator:
 
 
 def _ends(seq: int) -> list[int]:
-    """Of the documents in a stream of seq tokens, of as many lengths."""
+    """Ends of the documents in a stream of seq tokens, of as many lengths."""
     return (torch.tensor(FILL, device="cpu").cumsum(0) * seq / sum(FILL)).int().tolist()
 
 

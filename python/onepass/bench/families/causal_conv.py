@@ -26,7 +26,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
 
 
 def _torchs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
-    """As transformers' fallback."""
+    """The fallback of transformers."""
     output = F.conv1d(x, weight[:, None], bias, padding=WIDTH - 1, groups=len(weight))
     return (F.silu(output[..., : x.shape[-1]]),)
 

@@ -79,7 +79,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """As `unpad_input`, of rows that hold several sequences each.
+    """Does what `unpad_input` does, for rows that hold several sequences each.
 
     Args:
         hidden_states: shape (batch, seq, ...).

@@ -346,7 +346,7 @@ def loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> T
 
 
 class _Running(threading.local):
-    """By thread.
+    """State of each thread.
 
     Attributes:
         model: whose forward uses lazy logits.

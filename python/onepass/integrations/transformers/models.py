@@ -464,8 +464,8 @@ def _device_refusal(model: nn.Module) -> str:
 def _plan(
     holders: list[tuple[str, PreTrainedModel]], vouched: Set[int] = frozenset()
 ) -> tuple[dict[int, tuple], dict[int, tuple[str, str]]]:
-    """By id: (config, its former name) of the configs that shall name "onepass", and (name of the
-    model, reason) of the others. The user vouches for some configs."""
+    """Plan by id: (config, its former name) of the configs that shall name "onepass", and (name of
+    the model, reason) of the others. The user vouches for some configs."""
     register()
     known = _recorded(holders)
     own = {id(holder.config) for _, holder in holders}
