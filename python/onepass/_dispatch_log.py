@@ -62,7 +62,7 @@ def is_recording() -> bool:
     return _left is not None
 
 
-def leave(op: str, arguments: str, kernel: str, threads: int, reason: str) -> None:
+def record_fallback(op: str, arguments: str, kernel: str, threads: int, reason: str) -> None:
     """Records a call that torch's own kernel computes; no effect while recording is off."""
     if _left is not None:
         _left.append(

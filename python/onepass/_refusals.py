@@ -44,7 +44,7 @@ def or_torchs(
     if _dispatch_log.is_recording():
         op, _, reason = text.partition("\n")[0].partition(": ")
         name = getattr(torchs, "__qualname__", "")
-        _dispatch_log.leave(op, "refused", name, torch.get_num_threads(), reason)
+        _dispatch_log.record_fallback(op, "refused", name, torch.get_num_threads(), reason)
     return torchs(*args, **named)
 
 

@@ -37,7 +37,7 @@ def norms_do_not_gain(monkeypatch):
     def decide(self):
         norms = [c for c in self.plan.classes if "norm" in c.cls._onepass_to]
         for change in norms:
-            reason = Reason.NO_GAIN.because("0.50 [0.40-0.60]")
+            reason = Reason.NO_GAIN.format("0.50 [0.40-0.60]")
             self.plan.leave_out({id(change.module)}, reason, False)
         self.step()
         modes.append((self.model.training, torch.is_autocast_enabled("cpu")))

@@ -397,7 +397,7 @@ def test_share_of_a_step_has_this_optimizer_in_it():
 @pytest.mark.parametrize("section", ["skipped", "unknown"])
 def test_verdict_names_attention_by_hand_that_was_left(section):
     reason = {"skipped": Reason.BY_HAND, "unknown": Reason.BY_HAND_ELSEWHERE}[section]
-    entries = [{"reason": why.because("read by max")} for why in (reason, reason, Reason.HOOKS)]
+    entries = [{"reason": why.format("read by max")} for why in (reason, reason, Reason.HOOKS)]
     outcome = result(1.32, linear=0.3, other="attention")
     assert report.verdict(outcome).endswith("attention, 70 %; linear layers, 30 %.")
     outcome.speeds[-1].swap_report[section] = entries

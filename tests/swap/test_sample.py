@@ -279,7 +279,7 @@ def test_kinds_of_one_module_are_left_out_apart(kind):
     choice = Choice(None, None, None, None)
     plan = Plan(model, ("rotary", "attention"), choice, True, False, False, False)
     modules = {id(change.module) for change in plan.classes} if kind == "rotary" else set()
-    plan.leave_out(modules, Reason.NO_GAIN.because("0.5"), kind == "attention")
+    plan.leave_out(modules, Reason.NO_GAIN.format("0.5"), kind == "attention")
     (left,) = plan.left_out
     assert left.names == ["model.layers.0.self_attn"] and left.kinds == [kind]
     (kept,) = {"rotary", "attention"} - {kind}

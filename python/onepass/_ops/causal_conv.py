@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from onepass._dispatch_log import leave
+from onepass._dispatch_log import record_fallback
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.entry import entry
@@ -23,7 +23,7 @@ def causal_conv1d(
     """silu(convolution), or without silu, in x's memory order; on CUDA torch's operators."""
     if x.is_cuda:
         shape = " x ".join(map(str, x.shape))
-        leave("causal_conv1d", shape, "torch's convolution", 1, "no kernel on CUDA")
+        record_fallback("causal_conv1d", shape, "torch's convolution", 1, "no kernel on CUDA")
         return _definition(x, weight, bias, initial_state, seq_idx, silu)
     channels_last = x.dim() == 3 and x.stride(1) == 1 and x.stride(2) != 1
     return _causal_conv1d.run(x, weight, bias, initial_state, seq_idx, silu, channels_last)

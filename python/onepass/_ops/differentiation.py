@@ -87,7 +87,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable:
 
 def _tell(function: type[torch.autograd.Function]) -> None:
     if not torch.compiler.is_compiling() and _dispatch_log.is_recording():
-        _dispatch_log.leave(
+        _dispatch_log.record_fallback(
             op=function.__name__.lstrip("_"),
             arguments="forward-mode differentiation",
             kernel="the definition in torch's operators",

@@ -43,7 +43,7 @@ def is_torchs(query: Tensor, key: Tensor, value: Tensor) -> bool:
     ):
         return False
     if not torch.compiler.is_compiling() and _dispatch_log.is_recording():
-        _dispatch_log.leave(
+        _dispatch_log.record_fallback(
             op="scaled_dot_product_attention",
             arguments=f"{tuple(query.shape)} by {tuple(key.shape)}, {str(dtype)[6:]}",
             kernel="torch.nn.functional.scaled_dot_product_attention",

@@ -109,7 +109,7 @@ def gains(input: Tensor, weight: Tensor) -> bool:
     """Whether a call gains, by the dtype of its products and its size; if not, the reason is
     logged."""
     if input.is_cuda:
-        leave(input.shape, input.dtype, "torch's products on CUDA")
+        record_fallback(input.shape, input.dtype, "torch's products on CUDA")
         return False
     dtype = dtype_of(input)
     if torch.compiler.is_compiling():
@@ -123,15 +123,15 @@ def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) ->
     """Whether torch's product is as fast; logged with the input's shape."""
     reason = as_fast(dtype, small)
     if reason:
-        leave(shape, dtype, f"torch is as fast here in {reason}")
+        record_fallback(shape, dtype, f"torch is as fast here in {reason}")
     return reason is not None
 
 
-def leave(shape: Sequence[int], dtype: torch.dtype, reason: str) -> None:
+def record_fallback(shape: Sequence[int], dtype: torch.dtype, reason: str) -> None:
     """Logs why torch computes a product of this input."""
     if torch.compiler.is_compiling() or not _dispatch_log.is_recording():
         return
-    _dispatch_log.leave(
+    _dispatch_log.record_fallback(
         op="linear",
         arguments=f"{tuple(shape)}, {str(dtype)[6:]}",
         kernel="torch.nn.functional.linear",

@@ -480,7 +480,7 @@ def _threads() -> int:
 def _tell(
     function: str, arguments: str, input: Tensor, reason: str, kernel: str | None = None
 ) -> None:
-    _dispatch_log.leave(
+    _dispatch_log.record_fallback(
         op=function,
         arguments=f"{arguments}, {str(input.dtype)[6:]}",
         kernel=kernel or f"torch.nn.functional.{function}",

@@ -103,7 +103,7 @@ def _autocast_operands(
 
 def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     reason = "torch's products on CUDA" if input.is_cuda else "a subclass of Tensor"
-    products.leave(input.shape, input.dtype, reason)
+    products.record_fallback(input.shape, input.dtype, reason)
     return _F.linear(input, weight, bias)
 
 

@@ -32,7 +32,7 @@ from onepass.reference import group_norm as reference
 from onepass.swapping import adaptive, probe
 from onepass.swapping.classes import Swapped
 from onepass.swapping.inputs import has_kernels, is_for_norm, is_plain
-from onepass.swapping.reasons import Because, Reason, replaced_forward
+from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 from onepass.swapping.specs import ActivatedSpec
 
 _SOURCE = "diffusers.models.resnet"
@@ -162,7 +162,7 @@ _is_norm = functools.partial(_is_stock, of=nn.GroupNorm)
 _is_silu = functools.partial(_is_stock, of=nn.SiLU)
 
 
-def form_of(module: nn.Module) -> Activated | Because | None:
+def form_of(module: nn.Module) -> Activated | SkipReason | None:
     """The form of a module; the reason if its class is not the one it was written for; or None."""
     if _stock.definer(type(module)) is nn.Sequential:
         if type(module).__iter__ is not _stock.method(nn.Sequential, "__iter__"):
@@ -181,16 +181,16 @@ def form_of(module: nn.Module) -> Activated | Because | None:
         if norms:
             return Activated("Sequential", norms)
         replaced = [name for name in itertools.chain(*pairs) if replaced_forward(parts[name])]
-        return Reason.PART_FORWARD.because(replaced[0]) if replaced else None
+        return Reason.PART_FORWARD.format(replaced[0]) if replaced else None
     cls = getattr(sys.modules.get(_SOURCE), "ResnetBlock2D", None)
     if cls is None or not isinstance(module, cls):
         return None
     if type(module).forward is not cls.forward:
-        return Reason.OWN_FORWARD.because()
+        return Reason.OWN_FORWARD.format()
     silu = module._modules.get("nonlinearity")
     if not _is_silu(silu):
         replaced = isinstance(silu, nn.SiLU) and replaced_forward(silu)
-        return Reason.PART_FORWARD.because("nonlinearity") if replaced else None
+        return Reason.PART_FORWARD.format("nonlinearity") if replaced else None
     names = ("norm1",) if module.time_embedding_norm == "scale_shift" else ("norm1", "norm2")
     norms = tuple(name for name in names if _is_norm(module._modules.get(name)))
     return Activated("ResnetBlock2D", norms) if norms else None

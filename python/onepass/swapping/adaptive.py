@@ -31,7 +31,7 @@ from onepass.reference import norm as reference
 from onepass.swapping import probe
 from onepass.swapping.classes import Swapped, run_original
 from onepass.swapping.inputs import is_plain
-from onepass.swapping.reasons import Because, Reason, replaced_forward
+from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 from onepass.swapping.specs import AdaptiveSpec
 
 _SOURCE = "diffusers.models.normalization"
@@ -175,34 +175,34 @@ def _is_torchs(norm: nn.Module) -> bool:
     return forward_of(norm) is _LAYER_NORM
 
 
-def form_of(module: nn.Module) -> str | Because | None:
+def form_of(module: nn.Module) -> str | SkipReason | None:
     """The name of a module's form, or why a class of diffusers has none; None for other classes."""
     source = sys.modules.get(_SOURCE)
     if source is None:
         return None
     if is_a(module, _SOURCE, "AdaLayerNormSingle"):
-        return Reason.NO_NORM.because()
+        return Reason.NO_NORM.format()
     for name in FORMS:
         cls = getattr(source, name, None)
         if cls is not None and isinstance(module, cls):
-            return name if type(module).forward is cls.forward else Reason.OWN_FORWARD.because()
+            return name if type(module).forward is cls.forward else Reason.OWN_FORWARD.format()
     return None
 
 
-def obstacle(module: nn.Module) -> Because | None:
+def obstacle(module: nn.Module) -> SkipReason | None:
     """Why a module that has a form cannot be swapped; None if it can."""
     if getattr(module, "chunk_dim", 1) != 1:
-        return Reason.ONE_MODULATION.because()
+        return Reason.ONE_MODULATION.format()
     norm = module._modules.get("norm")
     if kind_of(norm) is None:
         parameters = norm is not None and any(True for _ in norm.parameters())
         if parameters:
-            return Reason.NORM_HAS_WEIGHT.because()
+            return Reason.NORM_HAS_WEIGHT.format()
         if norm is not None and has_hooks(norm):
-            return Reason.HOOKS.because("norm")
+            return Reason.HOOKS.format("norm")
         if norm is not None and replaced_forward(norm):
-            return Reason.PART_FORWARD.because("norm")
-        return Reason.OTHER_NORM.because(type(norm).__name__)
+            return Reason.PART_FORWARD.format("norm")
+        return Reason.OTHER_NORM.format(type(norm).__name__)
     return None
 
 

@@ -28,7 +28,7 @@ from onepass.swapping.by_hand_call import EMPTY, NO_KEY, call_of
 from onepass.swapping.by_hand_proof import refusal
 from onepass.swapping.changes import Change
 from onepass.swapping.factors import SUMS, factors_of
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Reason, SkipReason
 from onepass.swapping.scores import Form, Scores, dtype_after
 
 NOTE = (
@@ -59,17 +59,17 @@ def runs_as_written(module: nn.Module, args: tuple, named: dict) -> bool:
     return known.is_left or small_calls.attention_by_hand_is_small(module, args, is_masked)
 
 
-def left_alone(module: nn.Module) -> Because | None:
+def left_alone(module: nn.Module) -> SkipReason | None:
     """Why a swapped module's attention runs as it was written; None while that is not known."""
     known = fate(module)
-    return Reason.BY_HAND.because(known.reason) if known.reason and not known.taken else None
+    return Reason.BY_HAND.format(known.reason) if known.reason and not known.taken else None
 
 
 class Fates(NamedTuple):
     """Outcomes for the modules of a report, by name."""
 
-    left: dict[str, Because]  # why they are left alone
-    in_part: dict[str, Because]  # the same of those that call torch's attention, too
+    left: dict[str, SkipReason]  # why they are left alone
+    in_part: dict[str, SkipReason]  # the same of those that call torch's attention, too
     waiting: list[str]  # have not run yet
 
 

@@ -283,7 +283,7 @@ def _check_end(journal: Journal, model: nn.Module) -> None:
 def check_restorable(found: list[Found], op: str = "unswap") -> None:
     """Raises if one of these swapped modules was sharded or parametrized since."""
     for module, names, wrapped in found:
-        if any(because.kind is Reason.SHARDED for because in wrapped):
+        if any(reason.kind is Reason.SHARDED for reason in wrapped):
             got = "which is sharded"
         elif not is_swapped(type(module)):
             got = f"whose class became {type(module).__name__} after the swap"

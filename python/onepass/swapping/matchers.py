@@ -21,7 +21,7 @@ from onepass._policy import products, small_calls
 from onepass.nn._parts import has_hooks
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import MOST_HEAD_DIM, has_kernels
-from onepass.swapping.reasons import Because, Reason, replaced_forward
+from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 from onepass.swapping.specs import Structure
 
 KINDS = ("norm", "attention", "dropout", "mlp", "rotary", "linear", "loss")
@@ -38,7 +38,7 @@ class Match(NamedTuple):
     structure: (
         Structure | gated.Parts | activated.Activated | adaptive.Adaptive | rotary.Functions | None
     ) = None
-    reason: Because | None = None
+    reason: SkipReason | None = None
     unknown: bool = False
     forceable: bool = False
     named: bool = False
@@ -95,7 +95,7 @@ def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
     if isinstance(module, classes.Swapped):
         changed = [kind for kind in kinds if kind in module._onepass_to]
         if changed and not classes.is_swapped(type(module)):
-            return [Match(changed[0], reason=Reason.CHANGED.because())]
+            return [Match(changed[0], reason=Reason.CHANGED.format())]
         kinds = tuple(kind for kind in kinds if kind not in changed)
         if not isinstance(module, classes.Calls):
             return []
@@ -113,7 +113,7 @@ def _with_obstacle(module: nn.Module, match: Match) -> Match:
         return match
     obstacle = obstacle_to(module, match.kind)
     if isinstance(module, classes.Swapped):
-        obstacle = Reason.REDIRECTED.because()
+        obstacle = Reason.REDIRECTED.format()
     return match._replace(reason=obstacle) if obstacle else match
 
 
@@ -128,14 +128,14 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
         return Match("norm", forward=forward, reason=reason)
     for other, reason in _OTHER_NORMS:
         if isinstance(module, other):
-            return Match("norm", reason=reason.because())
+            return Match("norm", reason=reason.format())
     fused = activated.form_of(module)
-    if isinstance(fused, Because):
+    if isinstance(fused, SkipReason):
         return Match("norm", reason=fused)
     if fused is not None:
         return Match("norm", activated.FORWARDS[fused.form], fused)
     form = adaptive.form_of(module)
-    if isinstance(form, Because):
+    if isinstance(form, SkipReason):
         return Match("norm", unknown=form.kind is Reason.NO_NORM, reason=form)
     if form is not None:
         obstacle = adaptive.obstacle(module)
@@ -143,7 +143,7 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     if module._modules:
         if not _NORM_NAME_END.search(cls.__name__):
             return None
-        return Match("norm", unknown=True, reason=Reason.HOLDS_MODULES.because())
+        return Match("norm", unknown=True, reason=Reason.HOLDS_MODULES.format())
     structure = _structure(module)
     if isinstance(structure, Structure):
         return Match("norm", structure=structure)
@@ -156,15 +156,15 @@ def _norm(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     return None
 
 
-def _group_norm_alone(module: nn.GroupNorm) -> Because | None:
+def _group_norm_alone(module: nn.GroupNorm) -> SkipReason | None:
     """Why torch's group norm stays where nothing after it is computed in the same pass."""
     weight = next(iter(_stock.tensors(module, "weight")), None)
     if weight is None:
         return None  # the input's dtype decides in each call
     if weight.device.type not in ("cpu", "meta"):
-        return Reason.GROUP_NORM.because(weight.device.type)
+        return Reason.GROUP_NORM.format(weight.device.type)
     if weight.dtype not in small_calls.ALONE:
-        return Reason.GROUP_NORM.because(str(weight.dtype).removeprefix("torch."))
+        return Reason.GROUP_NORM.format(str(weight.dtype).removeprefix("torch."))
     return None
 
 
@@ -175,12 +175,12 @@ def _dropout(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match |
     if cls is nn.Dropout:
         return Match("dropout", forward=classes.DropoutForward)
     if isinstance(module, nn.Dropout):
-        reason = Reason.DROPOUT_SUBCLASS.because()
+        reason = Reason.DROPOUT_SUBCLASS.format()
         return Match("dropout", classes.DropoutForward, reason=reason, forceable=True)
     if not module._modules and (
         isinstance(module, nn.modules.dropout._DropoutNd) or _DROPOUT_NAME.search(cls.__name__)
     ):
-        return Match("dropout", unknown=True, reason=Reason.OTHER_DROPOUT.because())
+        return Match("dropout", unknown=True, reason=Reason.OTHER_DROPOUT.format())
     return None
 
 
@@ -192,14 +192,14 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
         reason, forceable = None, False
         if isinstance(module, nn.MultiheadAttention):
             if module.head_dim > MOST_HEAD_DIM:
-                reason = Reason.HEAD_DIM.because(module.head_dim, MOST_HEAD_DIM)
+                reason = Reason.HEAD_DIM.format(module.head_dim, MOST_HEAD_DIM)
         elif forward is classes.EncoderLayerForward:
             if cls._sa_block is not _stock.method(nn.TransformerEncoderLayer, "_sa_block"):
-                reason = Reason.OWN_SA_BLOCK.because()
+                reason = Reason.OWN_SA_BLOCK.format()
                 forceable = True
         return Match("attention", forward, reason=reason, forceable=forceable)
     if isinstance(module, nn.MultiheadAttention):
-        reason = Reason.OWN_FORWARD.because()
+        reason = Reason.OWN_FORWARD.format()
         forward = classes.MultiheadAttentionForward
         return Match("attention", forward, reason=reason, unknown=True, forceable=True)
     reached = calls()
@@ -208,21 +208,21 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
     if reached.attention or reached.by_hand:
         device = next((str(p.device.type) for p in module.parameters()), "cpu")
         if not reached.attention and device not in ("cpu", "meta"):
-            reason = Reason.BY_HAND_ELSEWHERE.because(device)
+            reason = Reason.BY_HAND_ELSEWHERE.format(device)
             return Match("attention", unknown=True, reason=reason)
-        reason = Reason.CHECKPOINTS.because("attention") if reached.checkpoint else None
+        reason = Reason.CHECKPOINTS.format("attention") if reached.checkpoint else None
         called = ("attention",) * reached.attention + ("attention_by_hand",) * reached.by_hand
         return Match("attention", forward=classes.Calls, reason=reason, calls=called)
     if reached.dispatch:
         from onepass.integrations import diffusers
 
         text = diffusers.refusal(module)
-        reason = Reason.DIFFUSERS.told(text) if text else None
+        reason = Reason.DIFFUSERS.with_text(text) if text else None
         if reached.checkpoint:
-            reason = Reason.CHECKPOINTS.because("attention")
+            reason = Reason.CHECKPOINTS.format("attention")
         return Match("attention", classes.Calls, reason=reason)
     if _ATTENTION_NAME.search(cls.__name__):
-        return Match("attention", unknown=True, reason=Reason.NO_CALLS.because())
+        return Match("attention", unknown=True, reason=Reason.NO_CALLS.format())
     return None
 
 
@@ -236,9 +236,9 @@ def _mlp(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | Non
         return None
     activation = parts.activation and module._modules[parts.activation]
     if activation and has_hooks(activation):
-        return Match("mlp", reason=Reason.HOOKS.because(parts.activation))
+        return Match("mlp", reason=Reason.HOOKS.format(parts.activation))
     if activation and replaced_forward(activation):
-        return Match("mlp", reason=Reason.PART_FORWARD.because(parts.activation))
+        return Match("mlp", reason=Reason.PART_FORWARD.format(parts.activation))
     return Match("mlp", forward=gated.GatedForward, structure=parts)
 
 
@@ -252,9 +252,9 @@ def _rotary(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     if found.called:
         return Match("rotary", forward=classes.Calls, structure=found)
     if rotary.is_decorated(module):
-        return Match("rotary", reason=Reason.DECORATED.because())
+        return Match("rotary", reason=Reason.DECORATED.format())
     if names := rotary.others(module):
-        reason = Reason.NO_TABLES.because(", ".join(names))
+        reason = Reason.NO_TABLES.format(", ".join(names))
         return Match("rotary", unknown=True, reason=reason)
     return None
 
@@ -276,7 +276,7 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     if not weights:
         return None  # set later, or never
     if _stock.definer(cls) is not original:
-        own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.because())
+        own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.format())
         return _linear_calls(module, calls()) or own
     return Match("linear", forward=forward, reason=_as_fast(weights, small=True))
 
@@ -290,10 +290,10 @@ def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
         return None
     reason = _as_fast(weights)
     if not reason and reached.checkpoint:
-        reason = Reason.CHECKPOINTS.because("products")
+        reason = Reason.CHECKPOINTS.format("products")
     experts = getattr(_stock.peek(module, "config"), "_experts_implementation", None)
     if not reason and reached.experts and experts not in (None, "eager"):
-        reason = Reason.EXPERTS.because(experts)
+        reason = Reason.EXPERTS.format(experts)
     return Match("linear", forward=classes.Calls, reason=reason)
 
 
@@ -309,12 +309,12 @@ def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     if reached.losses and is_a(module, "transformers.modeling_utils", "PreTrainedModel"):
         return Match("loss", forward=classes.Calls, calls=("loss_function",))
     if reached.loss:
-        reason = Reason.CHECKPOINTS.because("loss") if reached.checkpoint else None
+        reason = Reason.CHECKPOINTS.format("loss") if reached.checkpoint else None
         return Match("loss", forward=classes.Calls, reason=reason)
     return None
 
 
-def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None:
+def _as_fast(weights: list[torch.Tensor], small: bool = False) -> SkipReason | None:
     """Why torch's products with these weights are as fast, small ones too; None if those with one
     of them are slower."""
     for weight in weights:
@@ -325,7 +325,7 @@ def _as_fast(weights: list[torch.Tensor], small: bool = False) -> Because | None
             torchs = products.as_fast(dtype, small and weight.dtype is dtype)
         if not torchs:
             return None
-    return Reason.AS_FAST.because(torchs)
+    return Reason.AS_FAST.format(torchs)
 
 
 _RULES = {
@@ -339,34 +339,34 @@ _RULES = {
 }
 
 
-def _structure(module: nn.Module) -> Structure | Because:
+def _structure(module: nn.Module) -> Structure | SkipReason:
     """The names of a norm's parts, or why this does not have a norm's structure."""
     buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
     if buffers:
-        return Reason.BUFFERS.because(", ".join(buffers))
+        return Reason.BUFFERS.format(", ".join(buffers))
     for name, value in vars(module).items():
         if name not in _MODULE_ATTRIBUTES and _holds_tensor(value):
-            return Reason.KEEPS_TENSOR.because(name)
+            return Reason.KEEPS_TENSOR.format(name)
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     if not parameters:
-        return Reason.NO_WEIGHT.because()
+        return Reason.NO_WEIGHT.format()
     for name, value in parameters.items():
         if isinstance(value, UninitializedTensorMixin):
-            return Reason.NO_SHAPE.because(name)
+            return Reason.NO_SHAPE.format(name)
         if value.dim() != 1:
-            return Reason.DIMENSIONS.because(name, tuple(value.shape))
+            return Reason.DIMENSIONS.format(name, tuple(value.shape))
     bias = next((name for name in _BIAS_NAMES if name in parameters and len(parameters) > 1), None)
     weights = [name for name in parameters if name != bias]
     if len(weights) != 1:
-        return Reason.PARAMETERS.because(len(parameters), ", ".join(parameters))
+        return Reason.PARAMETERS.format(len(parameters), ", ".join(parameters))
     if bias is not None and parameters[bias].shape != parameters[weights[0]].shape:
-        return Reason.SHAPES_DIFFER.because(bias, weights[0])
+        return Reason.SHAPES_DIFFER.format(bias, weights[0])
     eps = _eps_name(module) or _eps_numbers(type(module))
     if not eps:
-        return Reason.NO_EPS.because()
+        return Reason.NO_EPS.format()
     arguments = _arguments(type(module))
     if len(arguments) != 1 or arguments[0].kind not in _ONE_TENSOR:
-        return Reason.ARGUMENTS.because(", ".join(map(str, arguments)))
+        return Reason.ARGUMENTS.format(", ".join(map(str, arguments)))
     return Structure(weights[0], bias, eps, arguments[0].name)
 
 
@@ -410,23 +410,23 @@ def _holds_tensor(value) -> bool:
     return any(isinstance(item, torch.Tensor) for item in value)
 
 
-def obstacle_to(module: nn.Module, kind: str) -> Because | None:
+def obstacle_to(module: nn.Module, kind: str) -> SkipReason | None:
     """Why a module of a known class still cannot be swapped; None if it can."""
     cls = type(module)
-    if because := replaced_forward(module):
-        return because
+    if reason := replaced_forward(module):
+        return reason
     if cls.__call__ is not nn.Module.__call__:
-        return Reason.OWN_CALL.because()
+        return Reason.OWN_CALL.format()
     if _stock.parametrizations(module):
-        return Reason.PARAMETRIZED.because()
+        return Reason.PARAMETRIZED.format()
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         if type(parameter) is not nn.Parameter:
-            return Reason.PARAMETER_CLASS.because(name, type(parameter).__name__)
+            return Reason.PARAMETER_CLASS.format(name, type(parameter).__name__)
     for device in {parameter.device for parameter in module.parameters()}:
         if not has_kernels(device.type, kind):
-            return Reason.NO_KERNELS.because(device.type)
+            return Reason.NO_KERNELS.format(device.type)
         if device.type == "cuda" and (text := _library.too_old(device)):
-            return Reason.OLD_DEVICE.told(text)
+            return Reason.OLD_DEVICE.with_text(text)
     return None

@@ -162,7 +162,7 @@ def _of_results(plan: Plan) -> Iterator[str]:
     yield from _note(_ADAPTIVE, adapting)
     if "rotary" in kinds:
         for reason in dict.fromkeys(reason for _, reason in plan.unproven):
-            names = [name for name, because in plan.unproven if because == reason]
+            names = [name for name, own in plan.unproven if own == reason]
             yield _UNPROVEN.format(names=", ".join(grouped(names)), reason=reason)
 
 

@@ -24,7 +24,7 @@ from onepass.swapping import (
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Reason, SkipReason
 from onepass.swapping.report import Report
 from onepass.swapping.restored import without
 from onepass.swapping.specs import (
@@ -41,7 +41,7 @@ from onepass.swapping.walk import Choice, Found, walk
 
 Verdict = NormSpec | ActivatedSpec | AdaptiveSpec | GatedSpec | RotarySpec
 # By configuration: the judged object, kept alive as long as the configuration refers to it.
-Verdicts = dict[tuple, tuple[object, Verdict | Because]]
+Verdicts = dict[tuple, tuple[object, Verdict | SkipReason]]
 _SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdicts", default=None)
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
@@ -110,11 +110,11 @@ class Plan:
         self.classes: list[ClassChange] = []
         self.named: list[Edit] = []
         self.left_out: list[LeftOut] = []
-        self.kinds_left_out: list[tuple[nn.Module, str, Because]] = []
+        self.kinds_left_out: list[tuple[nn.Module, str, SkipReason]] = []
         self.refused: list[dict[str, str]] = []
         self.forced: list[str] = []
-        self.unproven: list[tuple[str, Because]] = []
-        self.as_fast: list[Because] = []
+        self.unproven: list[tuple[str, SkipReason]] = []
+        self.as_fast: list[SkipReason] = []
         self.list_as_fast = list_as_fast
         self.kinds, self._choice, self._probe = kinds, choice, probe
         self.lazy_logits = lazy_logits
@@ -125,7 +125,7 @@ class Plan:
         self._wanted: list[tuple[Found, bool]] = []  # by name; whether forced
         self._unwanted: list[Found] = []  # by name
         self._listed: set[tuple[int, str]] = set()  # (id, kind) of modules in any list
-        self._unknown: list[tuple[Found, str, Because]] = []
+        self._unknown: list[tuple[Found, str, SkipReason]] = []
         self._computed: set[int] = set()  # ids of norms that the forward of another one computes
         for item in self.found:
             self._consider(item)
@@ -153,7 +153,7 @@ class Plan:
         )
 
     def leave_out(
-        self, modules: set[int], reason: Because, by_name: bool, only: str | None = None
+        self, modules: set[int], reason: SkipReason, by_name: bool, only: str | None = None
     ) -> None:
         """Takes the changes of these modules, by id, out of the plan, and if asked all attention
         by name; they are listed as skipped.
@@ -185,7 +185,7 @@ class Plan:
             if (row := (entry["name"], entry["kind"])) not in gone or row in self.report._earlier
         ]
         for (_, kind), item in gone.items():
-            entry = self._skip(item, reason.kind.told(f"{kind}: {reason}"))
+            entry = self._skip(item, reason.kind.with_text(f"{kind}: {reason}"))
             self.kinds_left_out.append((item.module, kind, entry["reason"]))
         names, kinds = (list(dict.fromkeys(column)) for column in zip(*gone, strict=True))
         self.left_out.append(LeftOut(names, kinds, by_name, reason.kind.name, str(reason)))
@@ -198,7 +198,7 @@ class Plan:
                 self._list_earlier(item, kind, cls._onepass_original, cls._onepass_to[kind])
             if self.lazy_logits and "loss_function" in getattr(cls, "_onepass_spec", ()):
                 if "loss" in before and not classes.redirects(cls, "loss_head"):
-                    self._refuse(item, Reason.LOGITS_BEFORE.because())
+                    self._refuse(item, Reason.LOGITS_BEFORE.format())
             if isinstance(spec := getattr(cls, "_onepass_spec", None), ActivatedSpec):
                 self._computed |= {id(module._modules.get(name)) for name in spec.norms}
             if before:
@@ -220,7 +220,7 @@ class Plan:
         )
 
     def _consider_match(
-        self, item: Found, match: matchers.Match, refusal: Callable[[], Because | None]
+        self, item: Found, match: matchers.Match, refusal: Callable[[], SkipReason | None]
     ) -> None:
         module = item.module
         if isinstance(match.structure, gated.Parts):
@@ -273,7 +273,7 @@ class Plan:
             norms = target._onepass_spec.norms
             self._computed |= {id(module._modules[name]) for name in norms}
 
-    def _consider_named(self, item: Found, kind: str, reason: Because | None) -> None:
+    def _consider_named(self, item: Found, kind: str, reason: SkipReason | None) -> None:
         if by_name.is_attached(item.module):
             del self._kept[kind][id(item.module)]
             if reason:
@@ -288,7 +288,7 @@ class Plan:
 
     def _target(
         self, item: Found, match: matchers.Match
-    ) -> tuple[type[nn.Module] | None, Because | None]:
+    ) -> tuple[type[nn.Module] | None, SkipReason | None]:
         """(the class to swap to, None), or (None, the reason for refusing); records verdicts."""
         module, forced = item.module, self._choice.forces(item)
         if item.wrapped:
@@ -321,17 +321,17 @@ class Plan:
             spec = self._adaptive(module, match.structure.form)
         elif match.structure is not None:
             spec = self._verdict(module, match.structure, forced=False)
-            if isinstance(spec, Because) and forced:
+            if isinstance(spec, SkipReason) and forced:
                 spec, vouched = self._verdict(module, match.structure, forced=True), True
             forward = ForeignNormForward
-        if isinstance(spec, Because):
+        if isinstance(spec, SkipReason):
             return None, spec + _NOT_BY_FORCE * forced
         try:
             target = make_class(type(module), forward, spec)
         except TypeError as error:
-            return None, Reason.NO_SUBCLASS.because(error)
+            return None, Reason.NO_SUBCLASS.format(error)
         if why := changes.refusal(module, target):
-            return None, Reason.REFUSES.because(why)
+            return None, Reason.REFUSES.format(why)
         if vouched:
             self.forced.append(item.names[0])
         return target, None
@@ -343,7 +343,7 @@ class Plan:
 
         name = lazy_logits.head_name(model)
         if name is None:
-            self._refuse(self._items[id(model)], Reason.NOT_A_CHILD.because())
+            self._refuse(self._items[id(model)], Reason.NOT_A_CHILD.format())
             return []
         head = model._modules[name]
         item = self._items[id(head)]
@@ -355,21 +355,23 @@ class Plan:
             self._refuse(item, reason)
         return [] if reason else [HeadSpec(name)]
 
-    def _verdict(self, module, structure: Structure, forced: bool) -> NormSpec | Because:
+    def _verdict(self, module, structure: Structure, forced: bool) -> NormSpec | SkipReason:
         if not self._probe and not forced:
-            return Reason.PROBE_OFF.because()
+            return Reason.PROBE_OFF.format()
         key = (forced, *probing.configuration(module, structure))
         return self._judged(
             key, module, Reason.PROBE, lambda: probing.probe(module, structure, forced=forced)
         )
 
-    def _adaptive(self, module: nn.Module, form: str) -> AdaptiveSpec | Because:
+    def _adaptive(self, module: nn.Module, form: str) -> AdaptiveSpec | SkipReason:
         if not self._probe:
-            return Reason.PROBE_OFF.because()
+            return Reason.PROBE_OFF.format()
         key = adaptive.configuration(module, form)
         return self._judged(key, module, Reason.PROBE, lambda: adaptive.prove(module, form))
 
-    def _activated(self, module: nn.Module, found: activated.Activated) -> ActivatedSpec | Because:
+    def _activated(
+        self, module: nn.Module, found: activated.Activated
+    ) -> ActivatedSpec | SkipReason:
         """Without the norms that the options keep."""
         kept = {}
         for name in found.norms:
@@ -383,29 +385,29 @@ class Plan:
         if found.form == "Sequential":
             return ActivatedSpec(*found)
         if not self._probe:
-            return Reason.PROBE_OFF.because()
+            return Reason.PROBE_OFF.format()
         key = activated.configuration(module, found)
         return self._judged(key, module, Reason.PROBE, lambda: activated.prove(module, found))
 
-    def _block(self, module: nn.Module, parts: gated.Parts) -> GatedSpec | Because:
+    def _block(self, module: nn.Module, parts: gated.Parts) -> GatedSpec | SkipReason:
         if not self._probe:
-            return Reason.PROBE_OFF.because()
+            return Reason.PROBE_OFF.format()
         key = gated.configuration(module, parts)
         return self._judged(key, module, Reason.BLOCK, lambda: gated.prove(module, parts))
 
-    def _rotation(self, called: rotary.Called, sizes: tuple[int, ...]) -> RotarySpec | Because:
+    def _rotation(self, called: rotary.Called, sizes: tuple[int, ...]) -> RotarySpec | SkipReason:
         if not self._probe:
-            return Reason.PROBE_OFF.because()
+            return Reason.PROBE_OFF.format()
         key = (called.name, id(called.function), sizes)
         return self._judged(key, called, Reason.ROTARY, lambda: rotary_proof.prove(called, sizes))
 
     def _judged(
         self, key: tuple, judged: object, reason: Reason, prove: Callable[[], Verdict | str]
-    ) -> Verdict | Because:
+    ) -> Verdict | SkipReason:
         """The verdict on a configuration, proven once; a text is the reason of a refusal."""
         if key not in self._verdicts:
             found = prove()
-            verdict = reason.told(found) if isinstance(found, str) else found
+            verdict = reason.with_text(found) if isinstance(found, str) else found
             self._verdicts[key] = judged, verdict
         return self._verdicts[key][1]
 
@@ -414,7 +416,7 @@ class Plan:
         self.report._named += self.named
         for item, asked in self._wanted:
             if id(item.module) in reasons:
-                reason = Reason.BY_NAME.told(reasons[id(item.module)])
+                reason = Reason.BY_NAME.with_text(reasons[id(item.module)])
                 self._refuse(item, reason + _NOT_BY_FORCE * asked)
                 continue
             del self._kept["attention"][id(item.module)]
@@ -437,7 +439,7 @@ class Plan:
             for item in self.found:
                 if id(item.module) in around:
                     inner = around[id(item.module)]
-                    self._refuse(item, Reason.HOLDS_KEPT.because(inner, kind))
+                    self._refuse(item, Reason.HOLDS_KEPT.format(inner, kind))
             self.classes = [
                 left
                 for change in self.classes
@@ -456,13 +458,13 @@ class Plan:
         self.report._earlier.add((item.names[0], kind))
         self.report.swapped.append(_entry(item.names[0], kind, original, to))
 
-    def _skip(self, item: Found, reason: Because) -> dict[str, str]:
+    def _skip(self, item: Found, reason: SkipReason) -> dict[str, str]:
         entry = _refusal(item, reason)
         if entry not in self.report.skipped[-1:]:  # one entry for both kinds of its calls
             self.report.skipped.append(entry)
         return entry
 
-    def _refuse(self, item: Found, reason: Because) -> None:
+    def _refuse(self, item: Found, reason: SkipReason) -> None:
         self.refused.append(self._skip(item, reason))
 
 
@@ -481,7 +483,7 @@ def _entry(name: str, kind: str, original: type, to: str) -> dict[str, str]:
     return {"name": name, "from": _full_name(original), "to": to, "kind": kind}
 
 
-def _refusal(item: Found, reason: Because) -> dict[str, str]:
+def _refusal(item: Found, reason: SkipReason) -> dict[str, str]:
     return {"name": item.names[0], "type": _full_name(type(item.module)), "reason": reason}
 
 

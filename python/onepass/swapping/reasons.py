@@ -9,12 +9,12 @@ from torch import nn
 from onepass import _stock
 
 
-class Because(str):
+class SkipReason(str):
     """The text of a reason, with its details; code compares its `kind`."""
 
     kind: Reason
 
-    def __new__(cls, kind: Reason, text: str) -> Because:
+    def __new__(cls, kind: Reason, text: str) -> SkipReason:
         made = super().__new__(cls, text)
         made.kind = kind
         return made
@@ -22,8 +22,8 @@ class Because(str):
     def __getnewargs__(self) -> tuple[Reason, str]:
         return self.kind, str(self)
 
-    def __add__(self, more: str) -> Because:
-        return Because(self.kind, str(self) + more)
+    def __add__(self, more: str) -> SkipReason:
+        return SkipReason(self.kind, str(self) + more)
 
 
 class Reason(enum.Enum):
@@ -116,19 +116,19 @@ class Reason(enum.Enum):
     BY_NAME = "attention by name is refused"
     DIFFUSERS = "the way that diffusers calls attention is refused"
 
-    def because(self, *values: object) -> Because:
+    def format(self, *values: object) -> SkipReason:
         """The text with these values in its places."""
-        return Because(self, self.value.format(*values))
+        return SkipReason(self, self.value.format(*values))
 
-    def told(self, text: object) -> Because:
+    def with_text(self, text: object) -> SkipReason:
         """This reason, with a text of the code that found it."""
-        return Because(self, str(text))
+        return SkipReason(self, str(text))
 
 
-def replaced_forward(module: nn.Module) -> Because | None:
+def replaced_forward(module: nn.Module) -> SkipReason | None:
     """The reason to skip a module: its forward, or that of its class of torch, was replaced; or
     None."""
     if "forward" in vars(module):
-        return Reason.INSTANCE_FORWARD.because()
+        return Reason.INSTANCE_FORWARD.format()
     cls = _stock.replaced(_stock.original(module))
-    return cls and Reason.CLASS_FORWARD.because(cls.__name__)
+    return cls and Reason.CLASS_FORWARD.format(cls.__name__)

@@ -73,7 +73,7 @@ class Report:
         names = ", ".join(grouped(fates.waiting))
         notes = [by_hand.NOTE.format(names=names)] * bool(fates.waiting)
         for reason in dict.fromkeys(fates.in_part.values()):
-            names = [name for name, because in fates.in_part.items() if because == reason]
+            names = [name for name, own in fates.in_part.items() if own == reason]
             notes.append(by_hand.IN_PART.format(names=", ".join(grouped(names)), reason=reason))
         return notes + self.notes
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from onepass._batch import arguments, named_in_errors
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, LeftOut, Plan
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Reason, SkipReason
 from onepass.swapping.report import grouped
 from onepass.swapping.undisturbed import State
 
@@ -48,7 +48,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 # Why the last `swap(sample=)` of a module left it as it is, by kind; until `unswap`.
-LEFT_OUT: WeakKeyDictionary[nn.Module, dict[str, Because]] = WeakKeyDictionary()
+LEFT_OUT: WeakKeyDictionary[nn.Module, dict[str, SkipReason]] = WeakKeyDictionary()
 
 
 class Decision(NamedTuple):
@@ -87,14 +87,14 @@ class Decision(NamedTuple):
                 for change in plan.classes
                 if change.name in names and kinds.issuperset(change.cls._onepass_to)
             }
-            plan.leave_out(modules, Because(Reason[left.reason], left.text), left.by_name)
+            plan.leave_out(modules, SkipReason(Reason[left.reason], left.text), left.by_name)
         chosen = {(name, kind) for name, kind in self.swapped}
         for kind in plan.kinds:
             others = {id(c.module) for c in plan.classes if (c.name, kind) not in chosen}
             by_name = kind == "attention" and any(
                 (name, kind) not in chosen for name in plan.names_of_named
             )
-            plan.leave_out(others, Reason.NOT_CHOSEN.because(), by_name, kind)
+            plan.leave_out(others, Reason.NOT_CHOSEN.format(), by_name, kind)
         done = {(entry["name"], entry["kind"]) for entry in plan.report.swapped}
         missing: dict[str, list[str]] = {}
         for name, kind in self.swapped:
@@ -225,7 +225,7 @@ class _Measurement:
         for change in reversed(self.plan.classes):
             module = change.module
             if id(module) not in calls:
-                self._leave_out([change], Reason.NOT_CALLED.because())
+                self._leave_out([change], Reason.NOT_CALLED.format())
                 continue
             shapes = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
             signatures = tuple(map(_signature, calls[id(module)] or ()))
@@ -294,12 +294,14 @@ class _Measurement:
         self.measured += 1
         if ratio.low <= 1.0:
             reason = self._doubt(ratio, Reason.TOO_NOISY) or Reason.NO_GAIN
-            self._leave_out(unit.changes, reason.because(ratio), unit.named)
+            self._leave_out(unit.changes, reason.format(ratio), unit.named)
             return
         self.taken += unit.edits()
         self.saved[unit.kind] += count * (timing.median(STOCK) - timing.median(variant))
 
-    def _leave_out(self, changes: list[ClassChange], reason: Because, named: Sequence[Edit] = ()):
+    def _leave_out(
+        self, changes: list[ClassChange], reason: SkipReason, named: Sequence[Edit] = ()
+    ):
         self.plan.leave_out({id(change.module) for change in changes}, reason, bool(named))
 
     def _doubt(self, ratio: Interval, reason: Reason) -> Reason | None:
@@ -315,7 +317,7 @@ class _Measurement:
         self.measured += 1
         if ratio.low <= 1.0:  # what gains alone, from cached data, may lose in a step
             reason = self._doubt(ratio, Reason.TOO_NOISY_IN_ALL) or Reason.NO_GAIN_IN_ALL
-            self._leave_out(self.plan.classes, reason.because(ratio), self.plan.named)
+            self._leave_out(self.plan.classes, reason.format(ratio), self.plan.named)
             return []
         step = "forward and backward" if self.model.training else "forward"
         (kind, most), where = self.saved.most_common(1)[0], self._device.type.upper()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from onepass.swapping.reasons import Because, Reason
+from onepass.swapping.reasons import Reason, SkipReason
 
 COMPILERS = (Reason.IN_COMPILED, Reason.COMPILED)
 
@@ -19,7 +19,7 @@ class Found(NamedTuple):
 
     module: nn.Module
     names: list[str]
-    wrapped: list[Because]  # why it, or a module around it, must not be changed
+    wrapped: list[SkipReason]  # why it, or a module around it, must not be changed
 
 
 def walk(model: nn.Module, into_compiled: bool = False) -> list[Found]:
@@ -30,7 +30,9 @@ def walk(model: nn.Module, into_compiled: bool = False) -> list[Found]:
     """
     found: dict[int, Found] = {}
 
-    def visit(module: nn.Module, name: str, wrapped: list[Because], path: frozenset[int]) -> None:
+    def visit(
+        module: nn.Module, name: str, wrapped: list[SkipReason], path: frozenset[int]
+    ) -> None:
         reason = wrapper(module)
         if reason and not (into_compiled and reason.kind in COMPILERS):
             wrapped = [*wrapped, reason]
@@ -46,7 +48,7 @@ def walk(model: nn.Module, into_compiled: bool = False) -> list[Found]:
     return list(found.values())
 
 
-def wrapper(module: nn.Module) -> Because | None:
+def wrapper(module: nn.Module) -> SkipReason | None:
     """Why this module and all below it must keep their classes; None if there is no reason.
 
     The Python modules that define the wrappers are looked up among the imported ones: they are
@@ -54,12 +56,12 @@ def wrapper(module: nn.Module) -> Because | None:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-        return Reason.SHARDED.because()
+        return Reason.SHARDED.format()
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        return Reason.IN_COMPILED.because()
+        return Reason.IN_COMPILED.format()
     if module._compiled_call_impl is not None:
-        return Reason.COMPILED.because()
+        return Reason.COMPILED.format()
     return None
 
 
@@ -71,15 +73,15 @@ class Choice(NamedTuple):
     force: tuple[str, ...] | None
     filter_fn: Callable[[nn.Module, str], bool] | None
 
-    def refusal(self, item: Found) -> Because | None:
+    def refusal(self, item: Found) -> SkipReason | None:
         """The option that keeps this candidate unchanged; None if there is none."""
         if self.include is not None and not _any_matches(self.include, item.names):
-            return Reason.NOT_INCLUDED.because()
+            return Reason.NOT_INCLUDED.format()
         for pattern in self.exclude or ():
             if _any_matches((pattern,), item.names):
-                return Reason.EXCLUDED.because(pattern)
+                return Reason.EXCLUDED.format(pattern)
         if self.filter_fn is not None and not self.filter_fn(item.module, item.names[0]):
-            return Reason.FILTERED.because()
+            return Reason.FILTERED.format()
         return None
 
     def forces(self, item: Found) -> bool:

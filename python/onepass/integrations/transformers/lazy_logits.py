@@ -50,7 +50,7 @@ from onepass.functional._internal import (
 from onepass.nn._parts import has_hooks
 from onepass.swapping import classes
 from onepass.swapping.inputs import has_kernels
-from onepass.swapping.reasons import Because, Reason, replaced_forward
+from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -416,20 +416,20 @@ def head_of(name: str) -> property:
     return property(head)
 
 
-def obstacle(head: nn.Module | None) -> Because | None:
+def obstacle(head: nn.Module | None) -> SkipReason | None:
     """Why a head makes its logits at once; None if they can be lazy."""
     cls = type(head)
     if cls not in (nn.Linear, classes.Linear):
-        return Reason.NO_HEAD.because(f"{cls.__module__}.{cls.__qualname__}")
+        return Reason.NO_HEAD.format(f"{cls.__module__}.{cls.__qualname__}")
     if because := replaced_forward(head):
         return because
     if has_hooks(head):
-        return Reason.HOOKS_OF_HEAD.because()
+        return Reason.HOOKS_OF_HEAD.format()
     if _stock.parametrizations(head):
-        return Reason.PARAMETRIZED.because()
+        return Reason.PARAMETRIZED.format()
     for name, parameter in head._parameters.items():
         if parameter is not None and type(parameter) not in (*_PLAIN, *_running.without_data):
-            return Reason.PARAMETER_CLASS.because(name, type(parameter).__name__)
+            return Reason.PARAMETER_CLASS.format(name, type(parameter).__name__)
     return None
 
 
