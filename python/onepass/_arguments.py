@@ -52,7 +52,7 @@ def check_arguments(function: Callable, given: Mapping[str, object]) -> None:
                 f"{op}: {name} must be {rule}, got {type(given[name]).__name__}"
             ) from None
         if isinstance(given[name], Tensor) and given[name].is_nested:
-            raise RuntimeError(f"{op}: {name} must be no nested tensor, got one") from None
+            raise RuntimeError(f"{op}: {name} must not be nested, got a nested tensor") from None
 
 
 def refuse_gradient(op: str, name: str) -> None:

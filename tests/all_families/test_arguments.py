@@ -305,7 +305,7 @@ def test_tensors_without_dimensions(name, argument):
 )
 def test_nested_tensors(name, argument):
     nested = torch.nested.as_nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
-    with pytest.raises(RuntimeError, match=rf"^{name}: {argument} must be no nested tensor, got"):
+    with pytest.raises(RuntimeError, match=rf"^{name}: {argument} must not be nested, got"):
         getattr(functional, name)(**RIGHT[name] | {argument: nested})
 
 

@@ -64,7 +64,7 @@ class Writes:
 
 
 def _version_of(x: Tensor) -> Tensor:
-    """A tensor that has the version of x, now and later, and keeps no memory alive."""
+    """Empty alias that shares x's version counter."""
     if type(x) in _WITH_MEMORY:
         version = x.detach()
         version.data = _nothing(x.device)

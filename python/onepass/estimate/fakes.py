@@ -126,7 +126,7 @@ class Fakes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A result that is an argument: by its place among the tensors of the call."""
+    """Result that aliases an argument, by its place among the tensors of the call."""
 
     number: int
 

@@ -71,7 +71,7 @@ def _returns_an_argument(function) -> bool:
 
 
 def _chunk_of_logits(input: Tensor, weight: Tensor) -> int:
-    """Bytes, which grow with the vocabulary alone: too much to leave out as other scratch is."""
+    """Bytes that grow with the vocabulary alone: too large to ignore, unlike other scratch."""
     words, rows = weight.shape[0], input.shape[0]
     return words * min(CHUNK_OF_WORD, rows * input.itemsize)
 

@@ -118,7 +118,8 @@ def scaled_dot_product_attention(
         left, right = _window(op, window_size)
         if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError(
-                f"{op}: query must be no nested tensor, got one: see varlen_attention"
+                f"{op}: query must not be nested, got a nested tensor; varlen_attention takes "
+                "packed sequences"
             )
         query, key, value = _autocast(query, key, value)
         dims = max(query.dim(), key.dim(), value.dim())

@@ -372,7 +372,8 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
         kind = "mlp" if isinstance(spec, GatedSpec) else "norm"
         namespace["_onepass_to"] = {kind: f"onepass {spec}"}
     if forward is Calls:
-        named = sorted(map(call_name, spec))  # of a model's loss the head comes last, and is told
+        # The report shows the last: of a model's loss the head.
+        named = sorted(map(call_name, spec))
         namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
         rotations = [call for call in spec if isinstance(call, RotarySpec)]
         kinds = [call for call in spec if call in ARE_SMALL]
