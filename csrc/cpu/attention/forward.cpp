@@ -392,7 +392,7 @@ class Forward {
       if (drops) drop<kVectors>(group, k0, lane, first, last);
     }
     if constexpr (M::kPerCell == 2) {
-      // Two keys become the cells of one row, which lies where nothing is read any more.
+      // Packs two keys into the cells of one row, in place: over scores that are already consumed.
       for (int64_t j = first; j < last; j += 2) {
         for (int v = 0; v < kVectors; ++v) {
           const float* at = scores + j * kGroup + v * n;
