@@ -11,6 +11,7 @@
 // registers while its squares are summed. The weight is multiplied into the factors. Traffic: as
 // above, and the weight once for each block.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
 // With norms. A block has the heads of one group, blockIdx.x / token_blocks. Without the number of
 // blocks that share a multiprocessor, ptxas 13.0 spills a register of float32 on sm_90 for a third.
 template <class T, bool kInterleaved, bool kAligned>
-__global__ void __launch_bounds__(kRotaryThreads, kAligned && std::is_same_v<T, float> ? 2 : 1)
+__global__ void __launch_bounds__(kRotaryThreads, kAligned&& std::is_same_v<T, float> ? 2 : 1)
     rotary_normed_forward_kernel(const RotaryForward args, const NormedShape shape) {
   using A = Accumulator<T>;
   SharedMemory shared;
