@@ -88,10 +88,14 @@ __global__ void __launch_bounds__(kRotaryThreads)
   });
 }
 
-// With norms. A block has the heads of one group, blockIdx.x / token_blocks. Without the number of
-// blocks that share a multiprocessor, ptxas 13.0 spills a register of float32 on sm_90 for a third.
+// Blocks that share a multiprocessor, at least. Without it ptxas 13.0 aims at three of float32 on
+// sm_90, and spills a register.
+template <class T, bool kAligned>
+inline constexpr int kLeastBlocks = kAligned && std::is_same_v<T, float> ? 2 : 1;
+
+// With norms. A block has the heads of one group, blockIdx.x / token_blocks.
 template <class T, bool kInterleaved, bool kAligned>
-__global__ void __launch_bounds__(kRotaryThreads, kAligned&& std::is_same_v<T, float> ? 2 : 1)
+__global__ void __launch_bounds__(kRotaryThreads, kLeastBlocks<T, kAligned>)
     rotary_normed_forward_kernel(const RotaryForward args, const NormedShape shape) {
   using A = Accumulator<T>;
   SharedMemory shared;
