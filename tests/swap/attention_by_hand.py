@@ -87,12 +87,6 @@ class Timm(Base):
         return self.drop(attn) @ v
 
 
-class Einsum(Base):
-    def attend(self, q, k, v):
-        sim = einsum("b h i d, b h j d -> b h i j", q, k) * 0.4
-        return einsum("b h i j, b h j d -> b h i d", sim.softmax(-1), v)
-
-
 class EinsumOfTokensFirst(Base):
     def attend(self, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -141,9 +135,7 @@ class Swin(Base):
 class Gemma2(Base):
     def attend(self, q, k, v):
         weights = torch.matmul(q, k.transpose(2, 3)) * 0.5
-        weights = weights / 3.0
-        weights = torch.tanh(weights)
-        weights = weights * 3.0
+        weights = torch.tanh(weights / 3.0) * 3.0
         tokens = q.shape[2]
         future = ~self.causal[..., :tokens, :tokens]
         weights = weights + future.to(q.dtype) * torch.finfo(q.dtype).min
@@ -153,22 +145,12 @@ class Gemma2(Base):
 
 class Padded(Base):
     def attend(self, q, k, v):
-        allowed = torch.ones(len(q), 1, 1, q.shape[2], dtype=torch.bool)
-        allowed[:, ..., -3:] = False
-        tokens = q.shape[2]
         scores = (q @ k.mT).mul_(0.3)
-        scores = scores.masked_fill_(~(allowed & self.causal[..., :tokens, :tokens]), -1e9)
-        return scores.softmax(-1) @ v
-
-
-class PaddedTwice(Base):
-    def attend(self, q, k, v):
-        scores = 0.3 * (q @ k.mT)
-        padding = torch.zeros(len(q), 1, 1, q.shape[2], dtype=torch.bool)
+        tokens = q.shape[2]
+        padding = torch.zeros(len(q), 1, 1, tokens, dtype=torch.bool)
         padding[:, ..., -3:] = True
-        scores = scores.masked_fill(padding, -10000.0)
-        future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
-        scores.masked_fill_(future, -10000.0)
+        scores = scores.masked_fill(padding | ~self.causal[..., :tokens, :tokens], -10000.0)
+        scores.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -10000.0)
         return scores.softmax(-1) @ v
 
 
@@ -176,9 +158,7 @@ class Alibi(Base):
     def attend(self, q, k, v):
         tokens = torch.arange(q.shape[2])
         slopes = torch.tensor([0.5, 0.25]).view(HEADS, 1, 1)
-        scores = q @ k.mT
-        scores = scores / 2
-        scores = scores - slopes * (tokens[:, None] - tokens).abs()
+        scores = 0.5 * (q @ k.mT) - slopes * (tokens[:, None] - tokens).abs()
         return scores.softmax(-1) @ v
 
 
@@ -327,10 +307,9 @@ class Copied(Base):
 
 
 TAKEN = [
-    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Einsum, EinsumOfTokensFirst, OneKeyHead,
-    Bart, Swin, Gemma2, Padded, PaddedTwice, Alibi, Frames, Annotated, SoftmaxMadeInPlace,
-    PartialSoftmax, Bloom, OnlyAScale, Temperature, OneTemperature, BiasThenScale,
-    ValuesFirst, Copied,
+    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, EinsumOfTokensFirst, OneKeyHead, Bart,
+    Swin, Gemma2, Padded, Alibi, Frames, Annotated, SoftmaxMadeInPlace, PartialSoftmax, Bloom,
+    OnlyAScale, Temperature, OneTemperature, BiasThenScale, ValuesFirst, Copied,
 ]  # fmt: skip
 
 
@@ -390,8 +369,7 @@ class OverQueries(Base):
 class Renormalised(Base):
     def attend(self, q, k, v):
         weights = (q @ k.mT * 0.3).softmax(-1)
-        weights = weights / weights.sum(-2, keepdim=True)
-        return weights @ v
+        return weights / weights.sum(-2, keepdim=True) @ v
 
 
 class WithoutKeys(Base):

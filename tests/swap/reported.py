@@ -1,10 +1,12 @@
-"""What a report lists, and the classes of a model."""
+"""What a report lists, the classes of a model, and the operators that a call runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
+
+from onepass import _dispatch_log
 
 
 def names(entries: Iterable[dict]) -> set[str]:
@@ -13,3 +15,14 @@ def names(entries: Iterable[dict]) -> set[str]:
 
 def types(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
+
+
+def operators(run: Callable, of: str = "") -> list[str]:
+    """The operators that `run` calls whose names begin with `of`."""
+    with _dispatch_log.record() as calls:
+        run()
+    return [call["op"] for call in calls if call["op"].startswith(of)]
+
+
+def attentions(run: Callable) -> int:
+    return len(operators(run, "attention"))

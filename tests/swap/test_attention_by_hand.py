@@ -13,34 +13,29 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass import _dispatch_log, numerics
+from onepass import numerics
 from onepass._policy import small_calls
 from onepass.swapping import by_hand_proof
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
 from tests.swap.attention_by_hand_checks import assert_same, swapped, tokens
+from tests.swap.reported import operators
 
 BY_HAND = [*cases.TAKEN, *cases.LEFT]
+READ = "computes attention by hand, and runs as it was written: its scores are read by max"
 
 
 @pytest.mark.parametrize("cls", cases.TAKEN)
 def test_taken(cls):
-    """One call of attention computes what was written, in training and inference."""
+    """One call of attention computes what was written, in training and inference, the first call
+    too; those of the proof are not the model's."""
     stock, ours = swapped(cls)
+    x = tokens()
+    assert operators(lambda: ours(x), "attention") == ["attention"]
     assert_same(stock, ours, [tokens(batch) for batch in (4, 2, *[4] * 10)])
     with torch.no_grad():
-        x = tokens()
         torch.testing.assert_close(ours.eval()(x), stock.eval()(x))
-    assert (fate(ours).taken, fate(ours).reason) == (13, "")
-
-
-@pytest.mark.parametrize("cls", cases.TAKEN)
-def test_one_call(cls):
-    """Its first call, too: those of the proof are not the model's."""
-    _, ours = swapped(cls)
-    x = tokens()
-    calls = onepass.explain(ours, x).calls
-    assert [call["op"] for call in calls if "attention" in call["op"]] == ["attention"]
+    assert (fate(ours).taken, fate(ours).reason) == (14, "")
 
 
 @pytest.mark.parametrize("cls", cases.LEFT)
@@ -54,18 +49,16 @@ def test_left_alone(cls, monkeypatch):
     assert fate(ours).is_left is not of_one_call, fate(ours).reason
 
 
-@pytest.mark.parametrize("cls", [cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm])
-def test_autocast(cls):
-    stock, ours = swapped(cls)
-    assert_same(stock, ours, [tokens() for _ in range(4)], dtype=torch.bfloat16)
-    assert fate(ours).taken == 4
+BFLOAT16 = [(cls, torch.bfloat16) for cls in cases.TAKEN if cls is not cases.Alibi]
+AUTOCAST = (cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm)
 
 
-@pytest.mark.parametrize("cls", [c for c in cases.TAKEN if c not in (cases.Alibi,)])
-def test_bfloat16(cls):
-    stock, ours = swapped(cls)
-    stock, ours = stock.bfloat16(), ours.bfloat16()
-    assert_same(stock, ours, [tokens(dtype=torch.bfloat16) for _ in range(4)])
+@pytest.mark.parametrize(("cls", "dtype"), [*BFLOAT16, *((c, torch.float32) for c in AUTOCAST)])
+def test_16_bits(cls, dtype):
+    """Of the module, or by autocast."""
+    stock, ours = (module.to(dtype) for module in swapped(cls))
+    autocast = {} if dtype is torch.bfloat16 else dict(dtype=torch.bfloat16)
+    assert_same(stock, ours, [tokens(dtype=dtype) for _ in range(4)], **autocast)
     assert fate(ours).taken == 4, fate(ours).reason
 
 
@@ -75,15 +68,15 @@ def test_dropout(cls, all_kinds):
     """Drops weights in training, by the seed; the mean over draws is the output without."""
     ours = cls(p=0.25)
     onepass.swap(ours, kinds=None if all_kinds else ("attention",))
-    x = tokens(2)
+    x = tokens(1)
     torch.manual_seed(3)
     first = ours(x)
     torch.manual_seed(3)
     assert torch.equal(ours(x), first)
     assert not torch.equal(ours(x), first)
-    draws = torch.stack([ours(x) for _ in range(400)]).mean(0)
-    assert fate(ours).taken == 403 and not fate(ours).reason
-    expected = ours.eval()(x)
+    draws = ours(x.repeat(400, 1, 1)).mean(0)
+    assert fate(ours).taken == 4 and not fate(ours).reason
+    expected = ours.eval()(x)[0]
     assert (draws - expected).abs().max() < 0.15 * expected.abs().max()
     ours.train()(x).sum().backward()
 
@@ -144,20 +137,6 @@ def test_a_function_around_all_outputs():
             torch.testing.assert_close(other.grad, one.grad)
 
 
-def test_a_mask_that_is_written_before_a_read_raises():
-    class Kept(cases.Base):
-        def attend(self, q, k, v):
-            self.mask = self.causal[..., : q.shape[2], : q.shape[2]].clone()
-            self.attn = torch.where(self.mask, q @ k.mT, -1e9).softmax(-1)
-            return self.attn @ v
-
-    _, ours = swapped(Kept)
-    ours(tokens())
-    ours.mask.fill_(True)
-    with pytest.raises(RuntimeError, match="must not be written before its scores are read"):
-        ours.attn.sum()
-
-
 def test_make_fx():
     stock, ours = swapped(cases.NanoGPT)
     x = tokens()
@@ -176,13 +155,21 @@ def test_reads_without_gradients():
     torch.testing.assert_close(copy.deepcopy(ours.attn.detach()), stock.attn.detach())
 
 
-def test_a_write_before_a_read_raises():
-    _, ours = swapped(cases.Annotated)
-    kept = []
-    ours.qkv.register_forward_hook(lambda module, args, output: kept.append(output))
+class Kept(cases.Base):
+    """Keeps its input, its mask and its probabilities."""
+
+    def attend(self, q, k, v):
+        self.query, self.mask = q, self.causal[..., : q.shape[2], : q.shape[2]].clone()
+        self.attn = torch.where(self.mask, q @ k.mT, -1e9).softmax(-1)
+        return self.attn @ v
+
+
+@pytest.mark.parametrize("name", ["query", "mask"])
+def test_a_write_before_a_read_raises(name):
+    _, ours = swapped(Kept)
     with torch.no_grad():
         ours(tokens())
-        kept[0].zero_()
+        getattr(ours, name).zero_()
         with pytest.raises(RuntimeError, match="must not be written before its scores are read"):
             ours.attn.sum()
 
@@ -226,7 +213,7 @@ def test_keys_that_share_an_offset_are_no_reason(monkeypatch):
         def forward(self, x):
             return self.out(self.attend(*self.split(x)).transpose(1, 2).flatten(-2))
 
-    for seed in range(8):
+    for seed in range(3):
         torch.manual_seed(seed)
         monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
         _, ours = swapped(Wide)
@@ -275,10 +262,9 @@ class Masked(cases.Base):
     is_read = False
 
     def attend(self, q, k, v):
-        scores = q @ k.mT * 0.3
         if self.blocked is None:
             raise ValueError("no mask")
-        scores = scores.masked_fill(self.blocked, -1e9)
+        scores = (q @ k.mT * 0.3).masked_fill(self.blocked, -1e9)
         if self.is_read:
             scores = scores - scores.amax(-1, keepdim=True)
         return scores.softmax(-1) @ v
@@ -345,8 +331,8 @@ def test_errors_decide_nothing():
 
 
 def test_no_proof_fails_by_chance(monkeypatch):
-    """Of these, one in thirty would with two draws."""
-    for seed in range(60):
+    """Of these, four would with two draws and no random ones."""
+    for seed in range(8):
         torch.manual_seed(seed)
         _, ours = swapped(cases.Shortest)
         for parameter in ours.parameters():
@@ -382,22 +368,19 @@ def test_branch_that_runs():
 def test_report():
     """It says what is known before the first call, and after it."""
     model = nn.ModuleDict({"a": cases.NanoGPT(), "b": cases.Read(), "c": cases.TwoBranches()})
+    note = "a, b, c: softmax(q k^T) v by hand becomes one call of attention, once"
     for dry_run in (True, False):
-        report = onepass.swap(model, kinds=("attention",), dry_run=dry_run)
+        report = onepass.swap(model, kinds="attention", dry_run=dry_run)
         assert [entry["name"] for entry in report.swapped] == ["a", "b", "c"]
-        assert "a, b, c: softmax(q k^T) v by hand becomes one call of attention, once" in str(
-            report
-        )
+        assert note in str(report)
     x = tokens()
     for module in model.values():
         module(x)
-    text = str(report)
-    assert "c: softmax(q k^T) v by hand becomes one call" in text
+    assert "c: softmax(q k^T) v by hand becomes one call" in str(report)
     assert [entry["name"] for entry in report.swapped] == ["a", "c"]
-    reason = "computes attention by hand, and runs as it was written: its scores are read by max"
-    assert [(e["name"], e["reason"]) for e in report.skipped] == [("b", reason)]
+    assert [(e["name"], e["reason"]) for e in report.skipped] == [("b", READ)]
     assert report.to_dict()["skipped"][0]["type"].endswith("Read")
-    later = onepass.swap(model, kinds=("attention",))
+    later = onepass.swap(model, kinds="attention")
     assert [entry["name"] for entry in later.swapped] == ["a", "b", "c"]
     assert "runs as it was written" in later.summary()
     assert any("read by max" in e["reason"] for e in onepass.explain(model["b"], x).not_accelerated)
@@ -406,26 +389,22 @@ def test_report():
 def test_report_of_a_branch_that_stays():
     """A class with both branches whose own is not taken: that is said beside the other."""
     model = nn.Sequential(cases.ReadBranch())
-    report = onepass.swap(model, kinds=("attention",))
+    report = onepass.swap(model, kinds="attention")
     model(tokens())
-    reason = "computes attention by hand, and runs as it was written: its scores are read by max"
     assert [entry["name"] for entry in report.swapped] == ["0"] and not report.skipped
-    assert f"0: {reason}" in report.details() and "becomes one call" not in report.details()
+    assert f"0: {READ}" in report.details() and "becomes one call" not in report.details()
     explained = onepass.explain(model, tokens()).not_accelerated
-    assert [line["reason"] for line in explained if line["name"] == "0"] == [reason]
+    assert [line["reason"] for line in explained if line["name"] == "0"] == [READ]
     model[0].flash = True
-    with _dispatch_log.record() as calls:
-        model(tokens())
-    assert [call["op"] for call in calls] == ["attention"]
+    assert operators(lambda: model(tokens())) == ["attention"]
 
 
 def test_on_a_gpu(monkeypatch):
     """It stays as it is, and is named."""
-    model = nn.Sequential(cases.NanoGPT(), cases.TwoBranches())
     weight = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(cases.Base, "parameters", lambda self: iter([weight]))
-    report = onepass.swap(model, kinds=("attention",), dry_run=True)
-    (left,) = report.unknown
+    model = nn.Sequential(cases.NanoGPT(), cases.TwoBranches())
+    (left,) = onepass.swap(model, kinds="attention", dry_run=True).unknown
     assert left["name"] == "0"
     assert left["reason"].startswith("softmax(q k^T) v by hand, which is left as it is on cuda")
 
@@ -485,14 +464,6 @@ def test_memory_grows_with_the_tokens():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ours(x)
     assert max(saved) < 4 * cases.HEADS * 1024 * 1024 / 8
-
-
-def test_verify():
-    model = nn.Sequential(cases.NanoGPT(), cases.Bart())
-    report = onepass.swap(model, kinds=("attention",))
-    verdict = report.verify(tokens())
-    assert verdict.ok, verdict
-    assert verdict.kernels["attention"] == 2
 
 
 @pytest.mark.parametrize(("cls", "is_masked"), [(cases.NanoGPT, True), (cases.Shortest, False)])

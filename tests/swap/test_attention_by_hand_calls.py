@@ -34,8 +34,6 @@ class Modes(cases.Base):
 
 
 MODES = [("product",), ("softmax",), ("product", "softmax"), ("product", "softmax", "values")]
-
-
 OTHER_ARGUMENTS = {
     "softmax": lambda q, k, v: torch.softmax(input=q @ k.mT, dim=-1) @ v,
     "dtype by position": lambda q, k, v: torch.softmax(q @ k.mT, -1, torch.float32).to(v.dtype) @ v,
@@ -64,9 +62,8 @@ class Other(cases.Base):
     call = ""
 
     def attend(self, q, k, v):
-        if not self.call:
-            return torch.softmax(q @ k.mT, -1) @ v
-        return OTHER_ARGUMENTS[self.call](q, k, v)
+        is_usual = not self.call
+        return torch.softmax(q @ k.mT, -1) @ v if is_usual else OTHER_ARGUMENTS[self.call](q, k, v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,18 +73,6 @@ def test_other_arguments(call, dtype, monkeypatch):
     stock, ours = swapped(Other)
     stock, ours = stock.to(dtype), ours.to(dtype)
     assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
-
-
-def test_a_view_in_another_dtype():
-    class Bits(cases.Base):
-        def attend(self, q, k, v):
-            self.bits = (q @ k.mT).view(torch.int32)
-            return torch.softmax(q @ k.mT, -1) @ v
-
-    stock, ours = swapped(Bits)
-    x = tokens()
-    stock(x), ours(x)
-    assert torch.equal(ours.bits, stock.bits)
 
 
 OTHER_TENSORS = {
@@ -160,17 +145,21 @@ def test_layout_of_the_output(call):
     torch.testing.assert_close(ours.y, stock.y)
 
 
-def test_softmax_in_another_dtype():
+def test_other_dtypes():
+    """Of a view, and of a softmax."""
     found = []
 
     class Kept(cases.Base):
         def attend(self, q, k, v):
-            found.append(torch.softmax(q @ k.mT, -1, torch.float32))
-            return found[-1].to(v.dtype) @ v
+            bits = (q @ k.mT).view(torch.int16)
+            found.append((bits, torch.softmax(q @ k.mT, -1, torch.float32)))
+            return found[-1][1].to(v.dtype) @ v
 
-    _, ours = swapped(Kept)
-    ours.bfloat16()(tokens(dtype=torch.bfloat16))
-    assert found[0].dtype is found[0].add(0).dtype is torch.float32 and fate(ours).taken
+    stock, ours = (module.bfloat16() for module in swapped(Kept))
+    x = tokens(dtype=torch.bfloat16)
+    stock(x), ours(x)
+    assert fate(ours).taken and torch.equal(found[1][0], found[0][0])
+    assert found[1][1].dtype is found[1][1].add(0).dtype is torch.float32
 
 
 @pytest.mark.parametrize("without", MODES)

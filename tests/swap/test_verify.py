@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -28,14 +29,11 @@ class Model(nn.Module):
 
     def forward(self, ids, labels=None):
         x = self.embedding(ids)
-        x = x + self.drop(self.mlp(self.norm(x)))
-        logits = self.head(self.foreign(x))
+        logits = self.head(self.foreign(x + self.drop(self.mlp(self.norm(x)))))
         if labels is None:
             return logits
-        return {
-            "logits": logits,
-            "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
-        }
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"logits": logits, "loss": loss}
 
 
 IDS = torch.arange(24).reshape(2, 12) % 11
@@ -61,67 +59,31 @@ def test_same(dtype, judged):
     assert "pre-wrap" in result._repr_html_() and result.worst in result._repr_html_()
 
 
+@pytest.mark.parametrize("factor", [1.0001, math.nan])
 @pytest.mark.parametrize("cls", [classes.LayerNormForward, classes.ForeignNormForward])
-def test_different(monkeypatch, cls, judged):
+def test_different(monkeypatch, cls, factor, judged):
     report = onepass.swap(Model())
-    broken(monkeypatch, cls, 1.0001)
+    broken(monkeypatch, cls, factor)
     result = report.verify(IDS, loss_fn=lambda logits: logits.square().mean())
     assert not result.ok and str(result).startswith("DIFFERENT: loss ")
-    assert result.deviations[0].error > result.deviations[0].allowed
+    assert not result.deviations[0].error <= result.deviations[0].allowed
 
 
-def test_wrong_gradient_is_found_by_name():
-    model = Model()
-    report = onepass.swap(model)
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight):
-            return weight.clone()
-
-        @staticmethod
-        def backward(ctx, dweight):
-            return 1.001 * dweight
-
-    cls = type(model.norm)
-    right = cls.forward
-
-    def forward(self, x):
-        y = onepass.functional.layer_norm(x, (24,), Wrong.apply(self.weight), self.bias, self.eps)
-        return y if self is model.norm else right(self, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cls, "forward", forward)
-        result = report.verify(IDS)
-    assert not result.ok and result.worst == "gradient of norm.weight"
-    assert "gradient of norm.weight" in str(result)
-    assert report.verify(IDS).ok
-
-
-@pytest.mark.parametrize("change", [torch.Tensor.detach, lambda y: y[..., :1]])
-def test_a_lost_graph_and_another_shape_are_differences(monkeypatch, change):
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            return self.norm(x)
-
-    report = onepass.swap(Last())
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (nn.Identity(), torch.Tensor.detach),
+        (torch.Tensor.detach, nn.Identity()),
+        (nn.Identity(), lambda y: y[..., :1]),
+    ],
+    ids=["no graph", "no gradient", "another shape"],
+)
+def test_a_lost_graph_and_another_shape_are_differences(monkeypatch, before, after):
+    report = onepass.swap(nn.Sequential(nn.LayerNorm(8)))
     right = classes.LayerNormForward.forward
-    wrong = lambda self, x: change(right(self, x))  # noqa: E731
+    wrong = lambda self, x: after(right(self, before(x)))  # noqa: E731
     monkeypatch.setattr(classes.LayerNormForward, "forward", wrong)
-    assert report.verify(torch.randn(4, 8)).ok is False
-
-
-def test_nan_is_a_difference_unless_stock_has_it_too(monkeypatch):
-    model = Model()
-    report = onepass.swap(model)
-    with monkeypatch.context() as patch:
-        broken(patch, classes.LayerNormForward, float("nan"))
-        assert not report.verify(IDS).ok
-    assert report.verify(IDS).ok
+    assert report.verify(torch.randn(4, 8, requires_grad=True)).ok is False
 
 
 class Bottleneck(Model):
@@ -133,7 +95,7 @@ class Bottleneck(Model):
 
 
 def test_one_lucky_draw_of_stock_is_no_difference(judged):
-    for seed in range(16):
+    for seed in (2, 5, 6, 13, 14):  # of 16, those where one draw would not do
         torch.manual_seed(seed)
         result = onepass.swap(Bottleneck(), probe=False).verify(IDS)
         assert result.ok, f"{seed=}: {result}"
@@ -154,12 +116,12 @@ def test_stock_in_float64_may_have_nan_where_stock_has_none():
     assert "nan" not in str(result)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_in_stock_either_is_the_same(monkeypatch, value):
     class NotFinite(Model):
         def forward(self, ids):
             logits = super().forward(ids)
-            return logits, torch.full_like(logits, float(value))
+            return logits, torch.full_like(logits, value)
 
     report = onepass.swap(NotFinite())
     loss_fn = lambda output: output[0].square().mean()  # noqa: E731
@@ -169,47 +131,6 @@ def test_what_is_not_finite_in_stock_either_is_the_same(monkeypatch, value):
     assert not report.verify(IDS, loss_fn=loss_fn).ok
 
 
-def test_leaves_no_trace():
-    class Counting(Model):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, ids):
-            self.calls += 1
-            return super().forward(ids)
-
-    model = Counting()
-    model.drop.eval()
-    report = onepass.swap(model)
-    model(IDS).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    copies = {name: copy.deepcopy(gradient) for name, gradient in gradients.items()}
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    before = [(type(m), m.training, dict(vars(m))) for m in model.modules()]
-    random = torch.get_rng_state()
-    assert report.verify(IDS).ok
-    assert torch.equal(torch.get_rng_state(), random)
-    assert [(type(m), m.training, vars(m)) for m in model.modules()] == before
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is gradients[name]
-        assert parameter.grad is None or torch.equal(parameter.grad, copies[name])
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def test_restores_after_an_exception():
-    model = Model().train()
-    report = onepass.swap(model)
-    before = [type(m) for m in model.modules()]
-
-    def failing(logits):
-        raise KeyError("loss")
-
-    with pytest.raises(KeyError):
-        report.verify(IDS, loss_fn=failing)
-    assert [type(m) for m in model.modules()] == before and model.drop.training
-
-
 def test_runs_either_way_after_unswap_and_swap():
     model = Model()
     report = onepass.swap(model)
@@ -217,27 +138,20 @@ def test_runs_either_way_after_unswap_and_swap():
     assert report.verify(IDS).ok and type(model.norm) is nn.LayerNorm
 
 
-def test_dropout_and_other_noise_are_drawn_alike():
-    class Noisy(Model):
-        def forward(self, ids):
-            return super().forward(ids) + torch.randn(1)
+class Attributes(dict):
+    """A dict with attributes, as the outputs of transformers are."""
 
-    report = onepass.swap(Noisy(p=0.9))
-    random = torch.get_rng_state()
-    result = report.verify(IDS)
-    assert result.ok and max(deviation.stock_error for deviation in result.deviations) < 1e-5
-    assert torch.equal(torch.get_rng_state(), random)
+    __getattr__ = dict.__getitem__
 
 
 @pytest.mark.parametrize(
     "output",
     [
-        lambda y: y,
         lambda y: (y, y.mean()),
         lambda y: {"y": y, "none": None, "count": torch.tensor(3)},
-        lambda y: SimpleNamespaceOutput(loss=y.mean(), logits=y),
+        lambda y: Attributes(loss=y.mean(), logits=y),
     ],
-    ids=["tensor", "tuple with loss", "dict", "object"],
+    ids=["tuple with loss", "dict", "object"],
 )
 def test_outputs_of_any_form(output):
     class Wrapped(Model):
@@ -246,12 +160,6 @@ def test_outputs_of_any_form(output):
 
     result = onepass.swap(Wrapped()).verify(IDS)
     assert result.ok and any(d.name.startswith("gradient of norm") for d in result.deviations)
-
-
-class SimpleNamespaceOutput(dict):
-    """A dict with attributes, as the outputs of transformers are."""
-
-    __getattr__ = dict.__getitem__
 
 
 def test_a_mapping_of_keywords_is_a_batch():

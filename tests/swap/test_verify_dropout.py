@@ -53,9 +53,20 @@ class Fused(Eager):
         if type(self.norm) is nn.LayerNorm:
             return super().forward(x)
         heads = self.qkv(self.norm(x)).view(3, 10, 4, 24).transpose(1, 2).chunk(3, -1)
-        p = self.p if self.training else 0.0
-        attended = onepass.functional.scaled_dot_product_attention(*heads, dropout_p=p)
-        return x + attended.transpose(1, 2).flatten(-2)
+        return x + self.attended(heads, self.p * self.training).transpose(1, 2).flatten(-2)
+
+    def attended(self, heads, p):
+        return onepass.functional.scaled_dot_product_attention(*heads, dropout_p=p)
+
+
+class Packed(Fused):
+    """As a packed sequence, whose masks have other shapes."""
+
+    def attended(self, heads, p):
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in heads)
+        first = torch.arange(0, 31, 10, dtype=torch.int32)
+        y = onepass.functional.varlen_attention(*rows, first, first, 10, 10, dropout_p=p)
+        return y.view(3, 10, 4, 8).transpose(1, 2)
 
 
 class Paths(nn.Module):
@@ -75,13 +86,9 @@ class Paths(nn.Module):
         return self.batch_norm(self.drop(x + branch + 0.1 * torch.randn_like(x)))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(2))
-
+class Checkpointed(nn.ModuleList):
     def forward(self, x):
-        for layer in self.layers:
+        for layer in self:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
 
@@ -113,7 +120,7 @@ MODELS = {
     "eager": Eager,
     "eager, fused": Fused,
     "paths": Paths,
-    "checkpointed": Checkpointed,
+    "checkpointed": lambda: Checkpointed([layer(), layer()]),
     "recurrent": Recurrent,
 }
 
@@ -196,43 +203,38 @@ def test_channels_last():
         assert result.ok and result.dropout_off == "" and result.kernels["dropout"], result
 
 
+TEXT = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+OF_TRANSFORMERS = {
+    "GPT2LMHeadModel": dict(vocab_size=64, n_embd=32, n_layer=1, n_head=4),
+    "BertForMaskedLM": dict(TEXT, intermediate_size=64),
+    "T5ForConditionalGeneration": dict(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    ),
+    "LlamaForCausalLM": dict(
+        TEXT, num_key_value_heads=2, intermediate_size=64, attention_dropout=0.1
+    ),
+    "SwinForImageClassification": dict(
+        image_size=16, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4,
+        drop_path_rate=0.5, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "swin"])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_models_of_transformers(name, attention):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    ids = torch.arange(32).reshape(2, 16)
-    mask = torch.ones(2, 16, dtype=torch.long)
+    ids, mask = torch.arange(32).reshape(2, 16), torch.ones(2, 16, dtype=torch.long)
     mask[1, 10:] = 0
     batch = dict(input_ids=ids, labels=ids, attention_mask=mask)
-    small = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    if name == "gpt2":
-        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)
-    elif name == "bert":
-        config = transformers.BertConfig(**small, intermediate_size=64)
-    elif name == "t5":
-        config = transformers.T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
-            decoder_start_token_id=0,
-        )  # fmt: skip
-    elif name == "llama":
-        config = transformers.LlamaConfig(
-            **small, num_key_value_heads=2, intermediate_size=64, attention_dropout=0.1
-        )
-    else:
-        config = transformers.SwinConfig(
-            image_size=16, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4,
-            drop_path_rate=0.5, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
-        )  # fmt: skip
+    if "Image" in name:
         batch = dict(pixel_values=torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1]))
+    cls = getattr(transformers, name)
+    config = cls.config_class(**OF_TRANSFORMERS[name])
     config._attn_implementation = attention
-    makers = {
-        "gpt2": transformers.GPT2LMHeadModel,
-        "bert": transformers.BertForMaskedLM,
-        "t5": transformers.T5ForConditionalGeneration,
-        "llama": transformers.LlamaForCausalLM,
-        "swin": transformers.SwinForImageClassification,
-    }
-    result = verified(makers[name](config).train(), batch)
+    result = verified(cls(config).train(), batch)
     assert result.ok and result.dropout_off == "" and result.kernels["attention"], result
 
 
@@ -293,54 +295,45 @@ def _raises(model, y, stock):
     return 0.0
 
 
+SHAPES = "stock drops elements of tensors of other shapes"
+NUMBERS = "stock and swapped draw different random numbers"
+
+
 @pytest.mark.parametrize(
-    "before, why",
+    ("make", "batch", "why"),
     [
-        (_noise, "stock and swapped draw different random numbers"),
-        (_numpy, "stock and swapped draw different random numbers"),
-        (_transposed, "stock drops elements of tensors of other shapes"),
-        (_raises, "with it the model raises ValueError"),
+        (lambda: Differs(_noise), IDS, NUMBERS),
+        (lambda: Differs(_numpy), IDS, NUMBERS),
+        (lambda: Differs(_transposed), IDS, SHAPES),
+        (lambda: Differs(_raises), IDS, "with it the model raises ValueError"),
+        (Packed, X, SHAPES),
     ],
 )
-def test_dropout_is_off_where_masks_cannot_be_the_same(before, why):
-    model = Differs(before)
-    result = verified(model, IDS)
-    assert result.ok and result.dropout_off == why and "drop" in result.not_run
+def test_dropout_is_off_where_masks_cannot_be_the_same(make, batch, why):
+    model = make()
+    result = verified(model, batch)
+    assert result.ok and result.dropout_off == why
+    assert not isinstance(model, Differs) or "drop" in result.not_run
     assert f"; dropout was off: {why}" in str(result)
     assert result.to_dict()["dropout_off"] == why
     assert all(module.training for module in model.modules())
 
 
-def test_packed_sequences_have_masks_of_their_own():
-    class Packs(Eager):
-        def forward(self, x):
-            if type(self.norm) is nn.LayerNorm:
-                return super().forward(x)
-            rows = self.qkv(self.norm(x)).view(30, 4, 24).chunk(3, -1)
-            first = torch.arange(0, 31, 10, dtype=torch.int32)
-            p = self.p if self.training else 0.0
-            y = onepass.functional.varlen_attention(*rows, first, first, 10, 10, dropout_p=p)
-            return x + y.view(3, 10, 32)
-
-    result = verified(Packs(), X)
-    assert result.ok and "tensors of other shapes" in result.dropout_off
-
-
-def test_masks_are_those_of_the_definition():
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.dropout(x, 0.4),
+        lambda x: torch.dropout(x, 0.4, train=True),
+        nn.Dropout(0.4),
+        lambda x: F.dropout(x.clone(), 0.4, inplace=True),
+    ],
+)
+def test_masks_are_those_of_the_definition(call):
     """Of stock's calls, in each form that torch has."""
-    x = torch.randn(6, 8)
-    calls = [
-        lambda: F.dropout(x, 0.4),
-        lambda: torch.dropout(x, 0.4, train=True),
-        lambda: nn.Dropout(0.4)(x),
-        lambda: F.dropout(x.clone(), 0.4, inplace=True),
-    ]
-    for call in calls:
-        found, state = masks.Masks(), torch.get_rng_state()
-        with found.noted():
-            swapped = onepass.functional.dropout(x, 0.4)
-        torch.set_rng_state(state)
-        with found.repeated():
-            assert torch.equal(call(), swapped)
+    x, found, state = torch.randn(6, 8), masks.Masks(), torch.get_rng_state()
+    with found.noted():
+        swapped = onepass.functional.dropout(x, 0.4)
+    torch.set_rng_state(state)
     with found.repeated():
+        assert torch.equal(call(x), swapped)
         assert F.dropout(x, 0.0) is x and F.dropout(x, 0.4, training=False) is x

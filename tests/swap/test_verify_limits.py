@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -103,7 +101,7 @@ def test_an_unlucky_draw_of_the_swapped_model_is_no_difference(monkeypatch):
 @pytest.mark.parametrize("model, times", [(Model, 3), (Bottleneck, 20)])
 def test_a_small_defect_shows_in_every_draw(monkeypatch, model, times, judged):
     """The planted error is above the rule's bound, which one draw of Bottleneck may reach."""
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         report = onepass.swap(model(), probe=False)
         first = report.verify(IDS)
@@ -120,16 +118,6 @@ def test_a_small_defect_shows_in_every_draw(monkeypatch, model, times, judged):
             patch.setattr(verify._Pair, "_swapped", wrong)
             result = report.verify(IDS)
         assert not result.ok and result.worst == "gradient of head.bias", f"{seed=}: {result}"
-
-
-def test_a_gradient_that_is_lost_is_a_difference(monkeypatch):
-    report = onepass.swap(Model())
-    right = classes.ForeignNormForward.forward
-    monkeypatch.setattr(
-        classes.ForeignNormForward, "forward", lambda self, x: right(self, x.detach())
-    )
-    result = report.verify(IDS)
-    assert not result.ok and "gradient of" in result.worst
 
 
 # ---- verdicts -----------------------------------------------------------------------------------
@@ -167,13 +155,6 @@ def test_with_a_loss_the_output_may_be_anything():
     assert result.ok and result.deviations[0].decides
 
 
-@pytest.mark.parametrize("loss", [None, 1.0, torch.ones(2)], ids=["None", "float", "vector"])
-def test_a_loss_is_a_scalar_tensor(loss):
-    report = onepass.swap(Model())
-    with pytest.raises(RuntimeError, match="verify: loss_fn must return a scalar tensor, got"):
-        report.verify(IDS, loss_fn=lambda output: loss)
-
-
 # ---- state that running changes -----------------------------------------------------------------
 
 
@@ -209,24 +190,30 @@ class Cached(nn.Module):
 
 
 def snapshot(model):
-    return {
+    """All that a verdict may not change."""
+    modules = {
         name: (type(m), {k: bits(v) for k, v in vars(m).items() if k not in ("_modules",)})
         for name, m in model.named_modules()
     }
+    gradients = [bits(p.grad) for p in model.parameters()]
+    return modules, gradients, bits(torch.get_rng_state()), torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "eval, run before"])
-def test_caches_of_eval_mode(mode):
+def test_leaves_no_trace(mode):
+    """Of caches in eval mode, gradients, buffers and random numbers, whatever the mode of parts."""
     model = Cached().train(mode == "train")
     x = torch.randn(6, 8)
     if mode == "eval, run before":
         model(x)
     report = onepass.swap(model)
+    if mode == "train":
+        model(x).sum().backward()
     model.linear.eval()
-    before, cache = snapshot(model), model.cache
+    before, cache, gradient = snapshot(model), model.cache, model.biases.grad
     held = dict(cache)
     assert report.verify(x).ok
-    assert model.cache is cache and snapshot(model) == before
+    assert model.cache is cache and model.biases.grad is gradient and snapshot(model) == before
     assert all(cache[key] is value for key, value in held.items())
 
 
@@ -249,20 +236,6 @@ def test_tied_modules():
     assert onepass.swap(model).verify(IDS).ok
 
 
-def test_a_forward_that_raises_once_swapped():
-    model = Cached()
-    report = onepass.swap(model)
-    before = snapshot(model)
-
-    def fails(module, args):
-        if type(module) is not nn.LayerNorm:
-            raise ValueError("swapped")
-
-    with model.norm.register_forward_pre_hook(fails), pytest.raises(ValueError, match="swapped"):
-        report.verify(torch.randn(6, 8))
-    assert snapshot(model) == before
-
-
 def test_interrupted_anywhere():
     x = torch.randn(6, 8)
 
@@ -274,12 +247,6 @@ def test_interrupted_anywhere():
         model(x).sum().backward()
         return model, report
 
-    model, _ = make()
-    gradients = [copy.deepcopy(p.grad) for p in model.parameters()]
-    expected, random = snapshot(model), torch.get_rng_state()
-    for at, (model, _) in interruptions(make, lambda pair: pair[1].verify(x), most=60):
+    expected = snapshot(make()[0])
+    for at, (model, _) in interruptions(make, lambda pair: pair[1].verify(x), most=40):
         assert snapshot(model) == expected, at
-        assert torch.equal(torch.get_rng_state(), random), at
-        assert torch.is_grad_enabled(), at
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            assert torch.equal(parameter.grad, gradient), at

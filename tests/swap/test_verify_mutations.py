@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
@@ -32,12 +33,10 @@ class Wrong(TorchDispatchMode):
         self.seen.add(name)
         if name != self.name:
             return result
-        if isinstance(result, torch.Tensor):
-            return self.factor * result
-        return tuple(
-            self.factor * x if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-            for x in result
-        )
+        return pytree.tree_map_only(torch.Tensor, self._scaled, result)
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x if x.is_floating_point() else x
 
 
 def gpt():
@@ -49,12 +48,6 @@ def gpt():
 def encoder():
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True)
     return nn.TransformerEncoder(layer, 1), torch.randn(2, 16, 32)
-
-
-def rms():
-    tokens = torch.randint(0, 256, (2, 32))
-    sizes = Sizes(layers=1, heads=2, width=32, block=32, batch=2)
-    return GPT(sizes, rmsnorm=True), (tokens, tokens)
 
 
 def llama():
@@ -73,15 +66,16 @@ def images():
     ), torch.randn(2, 3, 8, 8)
 
 
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(16, 64), nn.CrossEntropyLoss()
+
+    def forward(self, x, target):
+        return self.loss(self.linear(x), target)
+
+
 def losses():
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.loss = nn.Linear(16, 64), nn.CrossEntropyLoss()
-
-        def forward(self, x, target):
-            return self.loss(self.linear(x), target)
-
     return Classifier(), (torch.randn(32, 16), torch.arange(32))
 
 
@@ -101,17 +95,19 @@ def lazy():
     return lazy_logits_cases.make("Llama"), lazy_logits_cases.labelled()
 
 
+# What each model runs at least: in any mode, and in training.
 EXPECTED = {
-    "gpt": {"norm_forward", "attention_forward", "linear_forward"},
-    "encoder": {"norm_forward", "attention_forward", "linear_epilogue_forward"},
-    "rms": {"norm_forward", "attention_forward", "linear_forward"},
-    "llama": {"norm_forward", "attention_forward", "gate_forward", "rotary_forward"},
-    "images": {"group_norm_forward"},
-    "losses": {"linear_forward", "loss_forward"},
-    "by_hand": {"attention_forward", "linear_forward"},
-    "adaptive": {"modulated_norm_forward"},
-    "lazy": {"linear_loss"},
+    gpt: {"norm_forward", "attention_forward", "linear_forward"},
+    encoder: {"norm_forward", "attention_forward", "linear_epilogue_forward"},
+    llama: {"norm_forward", "attention_forward", "gate_forward", "rotary_forward"},
+    images: {"group_norm_forward"},
+    losses: {"linear_forward", "loss_forward"},
+    by_hand: {"attention_forward", "linear_forward"},
+    adaptive: {"modulated_norm_forward"},
+    lazy: {"linear_loss"},
 }
+IN_TRAINING = {gpt: {"dropout_forward"}}
+MODES = [*((make, True) for make in EXPECTED), (gpt, False), (encoder, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -121,24 +117,17 @@ def all_kinds_gain(slow_products, monkeypatch):
     monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
 
 
-WITH_DROPOUT = {"gpt": {"dropout_forward"}, "encoder": set()}
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(
-    "make", [gpt, encoder, rms, llama, images, losses, by_hand, adaptive, lazy]
-)
+@pytest.mark.parametrize(("make", "training"), MODES)
 def test_every_operator_that_is_wrong_is_found(make, training):
     torch.manual_seed(0)
     model, batch = make()
     model.train(training)
-    options = dict(kinds="loss", lazy_logits=True) if make is lazy else dict(kinds=KINDS)
-    report = onepass.swap(model, **options)
+    is_lazy = make is lazy
+    report = onepass.swap(model, kinds="loss" if is_lazy else KINDS, lazy_logits=is_lazy)
     with Wrong() as mode:
         result = report.verify(batch)
     assert result.ok and result.dropout_off == ""
-    more = WITH_DROPOUT.get(make.__name__, set()) if training else set()
-    assert mode.seen >= EXPECTED[make.__name__] | more
+    assert mode.seen >= EXPECTED[make] | (IN_TRAINING.get(make, set()) if training else set())
     missed = []
     for name in sorted(mode.seen):
         with Wrong(name):
@@ -149,7 +138,7 @@ def test_every_operator_that_is_wrong_is_found(make, training):
 
 def test_every_kind_is_here():
     """Of the operators that swapped modules call, each is expected of a model above."""
-    expected = set().union(*EXPECTED.values(), *WITH_DROPOUT.values())
+    expected = set().union(*EXPECTED.values(), *IN_TRAINING.values())
     declared = {name.removeprefix("onepass::") for name in declared_ops()}
     forward = {name for name in declared if name.endswith(("_forward", "linear_loss"))}
     assert expected == forward - {"branch_forward", "causal_conv1d_forward"}  # no swap calls these
