@@ -1,4 +1,4 @@
-"""Small models of transformers, as they are and by swap(lazy_logits=True), and comparisons."""
+"""Small models of transformers, as they are and with a swapped loss, and comparisons."""
 
 from __future__ import annotations
 
@@ -28,24 +28,36 @@ MODELS = {
     "Cohere": {**SIZES, "logit_scale": 0.25},
     "ModernBert": {**SIZES, **dict.fromkeys(("bos_token_id", "eos_token_id"), 1)},
 }
-HEADS = {"GPT2": "LMHeadModel", "ModernBert": "ForMaskedLM"}  # the others': ForCausalLM
+MADE_AT_ONCE = {  # whose logits are not lazy
+    "Bert": SIZES,
+    "T5": dict(d_model=WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0),
+}
+HEADS = {  # the others': ForCausalLM
+    "GPT2": "LMHeadModel",
+    "ModernBert": "ForMaskedLM",
+    "Bert": "ForMaskedLM",
+    "T5": "ForConditionalGeneration",
+}
 
 
 def make(name: str = "Llama") -> nn.Module:
     config = getattr(transformers, f"{name}Config")
-    config = config(vocab_size=VOCABULARY, pad_token_id=0, **MODELS[name])
+    sizes = {**MODELS, **MADE_AT_ONCE}[name]
+    config = config(vocab_size=VOCABULARY, pad_token_id=0, **sizes)
     torch.manual_seed(0)
     model = getattr(transformers, name + HEADS.get(name, "ForCausalLM"))(config)
+    if name in MADE_AT_ONCE:
+        return model.eval()  # they have dropout
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20.0)  # a softcap and a factor show
     return model
 
 
-def pair(name: str = "Llama", **options) -> tuple[nn.Module, nn.Module]:
+def pair(name: str = "Llama", lazy_logits: bool = True) -> tuple[nn.Module, nn.Module]:
     """(swapped, stock)"""
     stock = make(name)
     model = copy.deepcopy(stock)
-    onepass.swap(model, kinds="loss", lazy_logits=True, strict=True, **options)
+    onepass.swap(model, kinds="loss", lazy_logits=lazy_logits, strict=True)
     return model, stock
 
 
@@ -61,12 +73,13 @@ def waits(logits: torch.Tensor) -> bool:
 
 
 class _Losses(TorchDispatchMode):
-    """Counts losses without logits."""
+    """Counts losses, with and without logits."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.onepass.linear_loss.default
+        operators = torch.ops.onepass
+        self.count += func in (operators.linear_loss.default, operators.loss_forward.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -84,9 +97,8 @@ def assert_same(model: nn.Module, stock: nn.Module, batch: dict, of=lambda out: 
     """The same loss, over several batches, and the same gradients."""
     exact = copy.deepcopy(stock).double()
     batches = [batch]
-    for _ in range(
-        15
-    ):  # few numbers are near a loss: of eight, torch's may be the nearest each time
+    # Few numbers are near a loss: of eight draws, torch's may be the nearest each time.
+    for _ in range(15):
         ids = torch.randint(1, VOCABULARY, batch["input_ids"].shape)
         batches.append({**batch, "input_ids": ids})
     runs = [[of(m(**given)) for given in batches] for m in (model, exact, stock)]
@@ -99,13 +111,16 @@ def assert_same(model: nn.Module, stock: nn.Module, batch: dict, of=lambda out: 
             numerics.assert_close(got, ref, base)
 
 
-def assert_same_steps(model: nn.Module, stock: nn.Module, step) -> None:
-    """The gradients that step(model) leaves in the parameters."""
-    models = (model, copy.deepcopy(stock).double(), stock)
-    for m in models:
+def assert_same_gradients(found: list[torch.Tensor | None], stock: nn.Module, step) -> None:
+    """The gradients that step(stock) leaves in the parameters."""
+    for m in (stock, exact := copy.deepcopy(stock).double()):
         step(m)
-    for parameters in zip(*(m.parameters() for m in models), strict=True):
-        got, ref, base = (p.grad for p in parameters)
-        assert (got is None) == (base is None)
-        if base is not None:
-            numerics.assert_close(got, ref, base)
+    for got, ref, base in zip(found, exact.parameters(), stock.parameters(), strict=True):
+        assert (got is None) == (base.grad is None)
+        if got is not None:
+            numerics.assert_close(got, ref.grad, base.grad)
+
+
+def assert_same_steps(model: nn.Module, stock: nn.Module, step) -> None:
+    step(model)
+    assert_same_gradients([parameter.grad for parameter in model.parameters()], stock, step)

@@ -1,4 +1,4 @@
-"""swap(lazy_logits=True): the loss of a model of transformers without its logits."""
+"""swap, kind "loss", of models of transformers: with lazy_logits=True without their logits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 from tests.support.largest import Largest
 from tests.swap.lazy_logits_cases import (
+    MADE_AT_ONCE,
     MODELS,
     SIZES,
     VOCABULARY,
@@ -38,20 +39,28 @@ CHUNK_OF_WORD = small_calls.CHUNK_OF_WORD
 
 
 pytestmark = pytest.mark.usefixtures("every_loss_gains")
+on_both = pytest.mark.parametrize("lazy", [False, True], ids=["", "lazy"])
+TO = {False: "onepass.functional.cross_entropy", True: "onepass.functional.linear_cross_entropy"}
+
+
+def swap(model: nn.Module, lazy: bool = True, **options) -> onepass.Report:
+    return onepass.swap(model, kinds="loss", lazy_logits=lazy, **options)
 
 
 # ---- the loss ------------------------------------------------------------------------------------
 
+LAZY = [(name, dtype, True) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
+AT_ONCE = [(name, torch.float32, False) for name in ("Llama", "GPT2", "ModernBert", *MADE_AT_ONCE)]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_loss_and_its_gradients(name, dtype):
+
+@pytest.mark.parametrize(("name", "dtype", "lazy"), LAZY + AT_ONCE)
+def test_the_loss_and_its_gradients(name, dtype, lazy):
     stock, batch = make(name).to(dtype), labelled()
     model = copy.deepcopy(stock)
-    (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True, strict=True).swapped
-    assert entry["to"] == "onepass.functional.linear_cross_entropy" and entry["kind"] == "loss"
+    (entry,) = swap(model, lazy, strict=True).swapped
+    assert entry["to"] == TO[lazy] and entry["kind"] == "loss" and entry["name"] == ""
     output = model(**batch)
-    assert waits(output.logits) and output.loss.dtype is torch.float32
+    assert waits(output.logits) is lazy and output.loss.dtype is torch.float32
     expected = stock(**batch).logits
     assert output.logits.dtype is expected.dtype and output.logits.shape == expected.shape
     assert output.logits.stride() == expected.stride() and output.logits.requires_grad
@@ -59,34 +68,26 @@ def test_the_loss_and_its_gradients(name, dtype):
     assert_same(model, stock, batch)
 
 
-def test_verify_and_back():
-    model, stock = pair()
-    batch = labelled()
-    loss = model(**batch).loss
-    report = onepass.swap(model, kinds="loss", lazy_logits=True)
-    assert report.verify(batch).ok
-    assert list(model.state_dict()) == list(stock.state_dict())
-    assert type(model.lm_head) is nn.Linear and model.get_output_embeddings() is model.lm_head
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(twin) is type(model) and waits(twin(**batch).logits)
-        assert torch.equal(twin(**batch).loss, loss)
-    assert onepass.unswap(model) == [""] and type(model) is type(stock)
-    assert torch.equal(model(**batch).loss, stock(**batch).loss)
-
-
-def test_a_way_back():
-    model = make()
+@on_both
+def test_verify_and_back(lazy):
+    model, stock = make(), make()
 
     def state():
         modules = [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
         return modules, list(map(id, model.state_dict(keep_vars=True).values()))
 
-    before, keys = state(), list(model.state_dict())
-    onepass.swap(model, lazy_logits=True)
-    model(**labelled()).loss.backward()
-    assert list(model.state_dict()) == keys
-    onepass.unswap(model)
-    assert state() == before
+    before, batch = state(), labelled()
+    report = swap(model, lazy)
+    assert report.verify(batch).ok
+    loss = model(**batch).loss
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert type(model.lm_head) is nn.Linear and model.get_output_embeddings() is model.lm_head
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model) and waits(twin(**batch).logits) is lazy
+        assert torch.equal(twin(**batch).loss, loss)
+    loss.backward()
+    assert onepass.unswap(model) == [""] and state() == before
+    assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
 def test_off_by_default():
@@ -103,65 +104,78 @@ def test_swapped_whole():
     model, batch = make(), labelled()
     stock = copy.deepcopy(model)
     report = onepass.swap(model, lazy_logits=True)
-    assert count(lambda: model(**batch)) == 1
-    assert report.verify(batch).ok
+    assert count(lambda: model(**batch)) == 1 and report.verify(batch).ok
     assert any("computed when they are read" in note for note in report.notes)
-    numerics.assert_close(
-        model(**batch).logits.detach() + 0,
-        copy.deepcopy(stock).double()(**batch).logits,
-        stock(**batch).logits,
-    )
+    logits = model(**batch).logits.detach() + 0
+    exact = copy.deepcopy(stock).double()(**batch).logits
+    numerics.assert_close(logits, exact, stock(**batch).logits)
 
 
 def _is_made(x: torch.Tensor) -> bool:
     return not isinstance(x, LazyLogits)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-def test_a_step_makes_no_logits(name):
-    model, stock = pair(name)
-    batch = labelled(rows=4, length=200)
-    logits = 4 * 200 * VOCABULARY
-    with Largest(_is_made) as ours:
-        model(**batch).loss.backward()
-    with Largest(_is_made) as theirs:
-        stock(**batch).loss.backward()
-    assert ours.elements < logits <= theirs.elements
+def _is_float32(x: torch.Tensor) -> bool:
+    return x.dtype is torch.float32
 
 
-def test_the_arguments_of_the_loss():
-    model, stock = pair()
-    batch = labelled()
-    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
-    for options in (
-        dict(num_items_in_batch=50),
-        dict(num_items_in_batch=torch.tensor(50)),
-        dict(shift_labels=shifted),
-        dict(shift_labels=shifted[:, -4:].contiguous(), logits_to_keep=4),
-        dict(ignore_index=7, labels=batch["labels"].clamp(min=7)),
-        dict(return_dict=False),
-    ):
-        given = {**batch, **options}
-        assert count(lambda given=given: model(**given)) == 1, options
-        if "return_dict" not in options:
-            assert_same(model, stock, given)
+@pytest.mark.parametrize(
+    ("name", "lazy"),
+    [("Llama", True), ("Gemma2", True), ("Llama", False), ("ModernBert", False)],
+)
+def test_a_step_makes_no_logits(name, lazy):
+    """Or no copy in float32 of those that it makes in bfloat16."""
+    stock, batch = make(name).to(torch.float32 if lazy else torch.bfloat16), labelled(4, 200)
+    model, sizes = copy.deepcopy(stock), []
+    swap(model, lazy)
+
+    def step(m):
+        with Largest(_is_made if lazy else _is_float32) as largest:
+            m(**batch).loss.backward()
+        sizes.append(largest.elements)
+
+    assert_same_steps(model, stock, step)
+    assert sizes[0] < 4 * 200 * VOCABULARY <= sizes[1]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(side):
-    model, stock = pair()
-    batch = labelled()
+def _shifted(batch: dict) -> torch.Tensor:
+    return F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+
+
+def _padded(batch: dict, places: slice) -> dict:
     mask = torch.ones_like(batch["input_ids"])
-    padded = mask[0, :4] if side == "left" else mask[0, -4:]
-    padded.zero_()
+    mask[0, places] = 0
     labels = batch["labels"].masked_fill(mask == 0, -100)
-    assert_same(model, stock, dict(batch, labels=labels, attention_mask=mask))
+    return dict(batch, labels=labels, attention_mask=mask)
+
+
+ARGUMENTS = {
+    "items": lambda b: dict(b, num_items_in_batch=50),
+    "a tensor of items": lambda b: dict(b, num_items_in_batch=torch.tensor(50)),
+    "shifted labels": lambda b: dict(b, shift_labels=_shifted(b)),
+    "the last logits": lambda b: dict(
+        b, shift_labels=_shifted(b)[:, -4:].contiguous(), logits_to_keep=4
+    ),
+    "ignored labels": lambda b: dict(b, ignore_index=7, labels=b["labels"].clamp(min=7)),
+    "padding on the left": lambda b: _padded(b, slice(0, 4)),
+    "padding on the right": lambda b: _padded(b, slice(-4, None)),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@on_both
+def test_the_arguments_of_the_loss(name, lazy):
+    model, stock = pair("Llama", lazy)
+    batch = ARGUMENTS[name](labelled())
+    assert count(lambda: model(**batch)) == 1
+    assert count(lambda: model(**batch, return_dict=False)) == 1
+    assert_same(model, stock, batch)
 
 
 def test_float16():
     stock, batch = make().half(), labelled()
     model = copy.deepcopy(stock)
-    onepass.swap(model, kinds="loss", lazy_logits=True)
+    swap(model)
     assert count(lambda: model(**batch)) == 1
     assert_same(model, stock, batch, of=lambda out: out.loss * 64.0)
 
@@ -182,16 +196,11 @@ def test_a_target_that_is_no_word():
         model(**batch)
 
 
-def test_labels_by_their_place():
-    model, _ = pair("Llama")
+def test_labels_by_their_place_and_of_another_length():
+    model, stock = pair()
     batch = labelled()
     ids, labels = batch["input_ids"], batch["labels"]
     assert waits(model(ids, None, None, None, None, labels).logits)
-
-
-def test_labels_that_do_not_fit_raise_as_before():
-    model, stock = pair()
-    batch = labelled()
     for m in (model, stock):
         with pytest.raises((ValueError, RuntimeError), match="target"):
             m(**batch, logits_to_keep=3)
@@ -199,7 +208,6 @@ def test_labels_that_do_not_fit_raise_as_before():
 
 def test_accumulated_batches():
     """As in the Trainer: sums, divided by the items of all batches."""
-    model, stock = pair()
     batches = [labelled(), labelled(2, 17)]
     items = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
 
@@ -207,7 +215,7 @@ def test_accumulated_batches():
         for batch in batches:
             m(**batch, num_items_in_batch=items).loss.backward()
 
-    assert_same_steps(model, stock, step)
+    assert_same_steps(*pair(), step)
 
 
 def test_under_autocast():
@@ -222,17 +230,11 @@ def test_under_autocast():
     assert waits(output.logits) and output.logits.dtype is torch.bfloat16
     assert output.loss.dtype is expected.loss.dtype
     assert torch.equal(output.logits + 0, expected.logits)  # read where autocast is off
-    double = copy.deepcopy(stock).double()
+    runs = [(model, autocast), (copy.deepcopy(stock).double(), lambda m, given: m(**given))]
     draws = []
     for given in (batch, *(labelled() for _ in range(7))):
-        outputs = autocast(model, given), double(**given), autocast(stock, given)
-        models = model, double, stock
-        draws.append(
-            [
-                [out.loss.detach(), *gradients(m, out.loss)]
-                for m, out in zip(models, outputs, strict=True)
-            ]
-        )
+        losses = [(m, call(m, given).loss) for m, call in (*runs, (stock, autocast))]
+        draws.append([[loss.detach(), *gradients(m, loss)] for m, loss in losses])
     for results in zip(*(zip(*draw, strict=True) for draw in draws), strict=True):
         numerics.assert_close(*map(list, zip(*results, strict=True)))
 
@@ -253,36 +255,80 @@ def test_checkpointed_as_a_whole(use_reentrant):
     assert_same_steps(model, stock, step)
 
 
-def test_gradient_checkpointing_of_layers():
-    model, stock = pair()
-    for m in (model, stock):
-        m.gradient_checkpointing_enable()
-        m.train()
-    assert_same(model, stock, labelled())
+def own_loss(logits, labels, vocab_size, **_):
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1)) * 3.0
 
 
-def test_frozen_weights():
+def _with_a_loss(model: nn.Module) -> None:
+    model.loss_function = own_loss
+
+
+def _with_a_hook(model: nn.Module) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2.0)
+
+
+def _compiled_in_part(model: nn.Module) -> None:
+    if type(model) is not transformers.LlamaForCausalLM:
+        model.model = torch.compile(model.model, backend="eager")
+
+
+CHANGES = {  # and whether logits wait then
+    "checkpointed layers": (lambda model: model.gradient_checkpointing_enable(), True),
+    "a frozen head": (lambda model: model.lm_head.requires_grad_(False), True),
+    "compiled in part": (_compiled_in_part, True),
+    "a loss function of the user's": (_with_a_loss, False),
+    "a hook that comes later": (_with_a_hook, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_models_that_change_after_the_swap(name):
     model, stock = pair()
+    change, lazy = CHANGES[name]
     for m in (model, stock):
-        m.lm_head.requires_grad_(False)
+        change(m.train())
     batch = labelled()
-    assert waits(model(**batch).logits)
+    assert waits(model(**batch).logits) is lazy
     assert_same_steps(model, stock, lambda m: m(**batch).loss.backward())
-    assert model.lm_head.weight.grad is None
 
 
-def test_a_loss_function_of_the_user_reads_logits():
-    model, stock = pair()
+def test_a_loss_function_of_the_user_stays():
+    """Its call of F.cross_entropy is redirected."""
+    model, stock = pair("Llama", False)
     batch = labelled()
+    ours = model(**batch).loss
+    model.loss_function = own_loss
+    logits = model(**batch).logits
+    assert count(lambda: model(**batch)) == 1
+    expected = own_loss(logits, batch["labels"], VOCABULARY)
+    exact = own_loss(logits.double(), batch["labels"], VOCABULARY)
+    numerics.assert_close(model(**batch).loss, exact, expected)
+    onepass.unswap(model)
+    assert torch.equal(model(**batch).loss, expected)
+    del model._loss_function
+    assert torch.equal(model(**batch).loss, stock(**batch).loss)
+    numerics.assert_close(model(**batch).loss, ours.double(), ours)
 
-    def own(logits, labels, vocab_size, **_):
-        return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1)) * 3.0
 
-    for m in (model, stock):
-        m.loss_function = own
-    output = model(**batch)
-    assert not waits(output.logits)
-    assert_same(model, stock, batch)
+def test_a_classifier_stays():
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_labels=3, **SIZES)
+    assert not swap(transformers.LlamaForSequenceClassification(config), False).swapped
+
+
+def test_a_swapped_model_generates_and_is_saved_as_before(tmp_path):
+    """Its class is a new one with the same name."""
+    model, stock = make(), make()
+    onepass.swap(model)
+    batch, options = labelled(), dict(max_new_tokens=4, do_sample=False)
+    ids = batch["input_ids"]
+    assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert torch.equal(loaded(ids).logits, stock(ids).logits)
+    model.resize_token_embeddings(VOCABULARY + 100)
+    assert count(lambda: model(**batch)) == 1
 
 
 # ---- where logits are made at once ---------------------------------------------------------------
@@ -331,90 +377,73 @@ def test_few_logits(monkeypatch):
     assert waits(model(**labelled(1, 25)).logits)
 
 
-def test_compiled():
-    model, stock = pair()
+@on_both
+def test_compiled(lazy):
+    model, stock = pair("Llama", lazy)
     batch = labelled()
-    output = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch)
+    output = torch.compile(model, fullgraph=True, backend="eager")(**batch)
     assert type(output.logits) is torch.Tensor
     exact = copy.deepcopy(stock).double()(**batch).loss
     numerics.assert_close(output.loss, exact, stock(**batch).loss)
 
 
-def test_compiled_in_part():
-    model, stock = pair()
-    model.model = torch.compile(model.model, backend="eager")
-    batch = labelled()
-    assert waits(model(**batch).logits)
-    assert_same_steps(model, stock, lambda m: m(**batch).loss.backward())
+def skipped(model: nn.Module, **options) -> dict:
+    (entry,) = swap(model, **options).skipped
+    return entry
 
 
-def test_heads_that_keep_their_logits():
+def _with_a_forward(model: nn.Module) -> None:
+    model.lm_head.forward = model.lm_head.forward
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        (_with_a_hook, {}, Reason.HOOKS_OF_HEAD),
+        (_with_a_forward, {}, Reason.INSTANCE_FORWARD),
+        (nn.Module.train, dict(exclude="lm_head"), Reason.EXCLUDED),
+        (lambda model: swap(model, False), {}, Reason.LOGITS_BEFORE),
+    ],
+)
+def test_heads_that_keep_their_logits(change, options, reason):
     model = make()
-    model.lm_head.register_forward_hook(lambda *_: None)
-    (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True).skipped
-    assert entry["name"] == "lm_head" and entry["reason"].kind is Reason.HOOKS_OF_HEAD
+    change(model)
+    assert skipped(model, **options)["reason"].kind is reason
     assert type(model(**labelled()).logits) is torch.Tensor
 
-    model = make()
-    (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True, exclude="lm_head").skipped
-    assert entry["reason"].kind is Reason.EXCLUDED
 
-    model = make()
-    model.lm_head.forward = model.lm_head.forward
-    (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True).skipped
-    assert entry["reason"].kind is Reason.INSTANCE_FORWARD
-
+def test_a_head_that_is_the_child_of_a_child():
     config = transformers.BertConfig(vocab_size=VOCABULARY, is_decoder=True, **SIZES)
-    model = transformers.BertLMHeadModel(config)  # its head is the child of a child
+    model = transformers.BertLMHeadModel(config)
     with pytest.raises(RuntimeError, match="under strict"):
-        onepass.swap(model, kinds="loss", lazy_logits=True, strict=True)
-    (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True).skipped
-    assert entry["reason"].kind is Reason.NOT_A_CHILD
+        swap(model, strict=True)
+    assert skipped(model)["reason"].kind is Reason.NOT_A_CHILD
 
 
-def test_a_hook_that_comes_later_runs():
-    model, stock = pair()
-    batch = labelled()
-    for m in (model, stock):
-        m.lm_head.register_forward_hook(lambda module, args, output: output * 2.0)
-    output = model(**batch)
-    assert type(output.logits) is torch.Tensor
-    assert_same(model, stock, batch)
-
-
-def test_a_head_with_an_adapter():
+@pytest.mark.parametrize("swap_first", [False, True])
+@pytest.mark.parametrize(
+    ("options", "lazy"),
+    [
+        (dict(target_modules=["q_proj"]), True),
+        (dict(target_modules=["lm_head", "q_proj"]), False),
+        (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
+    ],
+    ids=["beside the head", "of the head", "a saved head"],
+)
+def test_adapters(options, lazy, swap_first):
     peft = pytest.importorskip("peft", reason="its adapters are put on the head")
-    config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
-    model = peft.get_peft_model(make(), config)
-    report = onepass.swap(model, kinds="loss", lazy_logits=True)
-    (entry,) = report.skipped
-    assert entry["reason"].kind is Reason.NO_HEAD
-    assert "it is a peft.tuners.lora" in str(entry["reason"])
-    batch = labelled()
-    assert type(model(**batch).logits) is torch.Tensor
-
-    model = make()
-    onepass.swap(model, kinds="loss", lazy_logits=True)
+    model, config = make(), peft.LoraConfig(r=2, **options)
+    if swap_first:
+        swap(model)
     model = peft.get_peft_model(model, config)
-    assert type(model(**batch).logits) is torch.Tensor
-
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = peft.get_peft_model(make(), config)
-    onepass.swap(model, kinds="loss", lazy_logits=True, strict=True)
-    output = model(**batch)
-    assert waits(output.logits)
+    if not swap_first and lazy:
+        swap(model, strict=True)
+    elif not swap_first:
+        reason = skipped(model)["reason"]
+        assert reason.kind is Reason.NO_HEAD and "it is a peft." in str(reason)
+    output = model(**labelled())
+    assert waits(output.logits) is lazy
     output.loss.backward()
-
-    for saved in (True, False):
-        model = make()
-        if saved:
-            onepass.swap(model, kinds="loss", lazy_logits=True)
-        config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-        model = peft.get_peft_model(model, config)
-        if not saved:
-            (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True).skipped
-            assert entry["reason"].kind is Reason.NO_HEAD
-        assert type(model(**batch).logits) is torch.Tensor
 
 
 def test_options():
@@ -424,12 +453,6 @@ def test_options():
         onepass.swap(make(), lazy_logits=1)
     report = onepass.swap(nn.Linear(3, 3), lazy_logits=True)
     assert any("lazy_logits changes nothing" in note for note in report.notes)
-    model = make()
-    onepass.swap(model, kinds="loss")
-    (entry,) = onepass.swap(model, kinds="loss", lazy_logits=True).skipped
-    assert entry["reason"].kind is Reason.LOGITS_BEFORE
-    report = onepass.swap(make(), kinds="loss")
-    assert report.swapped[0]["to"] == "onepass.functional.cross_entropy"
     with onepass.swapped(model := make(), kinds="loss", lazy_logits=True):
         assert waits(model(**labelled()).logits)
     assert type(model(**labelled()).logits) is torch.Tensor
