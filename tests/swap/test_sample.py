@@ -16,6 +16,8 @@ from onepass.swapping.classes import Swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.walk import Choice
+from tests.support.injection import bits
+from tests.swap.small_models import small_llama
 
 STOCK_COST, FASTER, SLOWER = 1e-3, 0.5e-3, 2e-3
 
@@ -64,16 +66,30 @@ def costs(monkeypatch):
             function()
         return table["sum"] + 1e-5
 
-    monkeypatch.setattr(harness.HostClock, "seconds", seconds)
-    monkeypatch.setattr(sample, "SECONDS", 0.0)
-    monkeypatch.setattr(sample, "STEPS", 0)
+    set_clock(monkeypatch, seconds)
     hook = register_module_forward_pre_hook(count)
     yield table
     hook.remove()
 
 
+def set_clock(monkeypatch, seconds) -> None:
+    """A clock of our own, and a measurement as short as it can be."""
+    monkeypatch.setattr(harness.HostClock, "seconds", seconds)
+    monkeypatch.setattr(sample, "SECONDS", 0.0)
+    monkeypatch.setattr(sample, "STEPS", 0)
+
+
+def dropouts_are_slower(module) -> float:
+    return SLOWER if isinstance(module, nn.Dropout) else FASTER
+
+
 def batch():
     return torch.randn(4, 8)
+
+
+def swap(model, *kinds, sample=None, **options):
+    sample = batch() if sample is None else sample
+    return onepass.swap(model, kinds=kinds or "norm", sample=sample, **options)
 
 
 def kinds_of(report):
@@ -84,13 +100,17 @@ def reasons_of(report):
     return {entry["name"]: entry["reason"].kind for entry in report.skipped}
 
 
+def swapped_in(model):
+    return {name for name, module in model.named_modules() if isinstance(module, Swapped)}
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_kind_that_is_slower_is_left_out(costs, training):
-    costs["cost"] = lambda module: SLOWER if isinstance(module, nn.Dropout) else FASTER
+    costs["cost"] = dropouts_are_slower
     model = Net().train(training)
-    report = onepass.swap(model, sample=batch(), kinds=("norm", "dropout"))
+    report = swap(model, "norm", "dropout")
     assert kinds_of(report) == dict.fromkeys(("small.0.norm", "small.1.norm", "large.norm"), "norm")
-    assert type(model.large.norm) is not nn.LayerNorm and type(model.large.drop) is nn.Dropout
+    assert swapped_in(model) == {*kinds_of(report)}
     left = reasons_of(report)
     assert left.pop("unused") is Reason.NOT_CALLED
     assert {left[f"{name}.drop"] for name in ("small.0", "small.1", "large")} == {Reason.NO_GAIN}
@@ -104,28 +124,21 @@ def test_a_kind_that_is_slower_is_left_out(costs, training):
 
 def test_shapes_are_decided_apart(costs):
     costs["cost"] = lambda module: FASTER if module.normalized_shape == (16,) else SLOWER
-    report = onepass.swap(Net(), sample=batch(), kinds="norm")
+    report = swap(Net())
     assert kinds_of(report) == {"large.norm": "norm"}
     assert reasons_of(report)["small.1.norm"] is Reason.NO_GAIN
 
 
 def test_what_gains_alike_is_not_named_as_most_of_the_gain(costs):
-    model = nn.ModuleDict({"block": Block(8)})
-    model.forward = lambda x: model["block"](x)
-    report = onepass.swap(model, sample=batch(), kinds=("norm", "dropout"))
+    report = swap(Block(8), "norm", "dropout")
     assert len(report.swapped) == 2 and report.notes[0].endswith(" times as fast on this CPU")
-
-
-def test_no_gain_is_told_that_was_not_measured():
-    assert not any("times" in note for note in onepass.swap(Net()).notes)
+    assert not any("times" in note for note in onepass.swap(Net()).notes)  # not measured
 
 
 def test_no_difference_is_no_gain(costs):
     costs["cost"] = lambda module: STOCK_COST
     model = Net()
-    classes = [type(module) for module in model.modules()]
-    report = onepass.swap(model, sample=batch(), kinds="norm")
-    assert not report.swapped and classes == [type(module) for module in model.modules()]
+    assert not swap(model).swapped and not swapped_in(model)
 
 
 @pytest.mark.parametrize("shares", [(0.95, 1.03), (1e3,)], ids=["no difference", "loss"])
@@ -134,25 +147,21 @@ def test_what_gains_nothing_together_is_left_out(costs, shares):
     turns = itertools.cycle(shares)
     costs["all"] = lambda: next(turns) * 3 * (STOCK_COST - FASTER)
     model = Net()
-    report = onepass.swap(model, sample=batch(), kinds="norm")
-    assert not report.swapped
+    report = swap(model)
+    assert not report.swapped and not swapped_in(model)
     left = reasons_of(report)
     assert {left[f"{name}.norm"] for name in ("small.0", "large")} == {Reason.NO_GAIN_IN_ALL}
-    assert not any(isinstance(module, Swapped) for module in model.modules())
 
 
 def test_the_model_and_the_generator_stay_as_they_were(costs):
     model = Net().train()
     model.small[1].eval()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    flags = [module.training for module in model.modules()]
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
     x = batch().requires_grad_()
-    torch.set_rng_state(before)
-    onepass.swap(model, sample=x, kinds=("norm", "dropout"))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    state = bits(model.state_dict())
+    flags = [module.training for module in model.modules()]
+    before = torch.get_rng_state()
+    swap(model, "norm", "dropout", sample=x)
+    assert torch.equal(torch.get_rng_state(), before) and bits(model.state_dict()) == state
     assert flags == [module.training for module in model.modules()]
     assert all(p.grad is None for p in model.parameters()) and x.grad is None
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -168,37 +177,25 @@ def test_an_error_of_the_model_is_the_users_and_changes_nothing():
     model = Failing()
     before = [(type(module), dict(vars(module))) for module in model.modules()]
     with pytest.raises(ZeroDivisionError, match="of the model's own"):
-        onepass.swap(model, sample=batch())
+        swap(model)
     for module, (cls, attributes) in zip(model.modules(), before, strict=True):
         assert type(module) is cls and vars(module) == attributes
 
 
 class Keyworded(Net):
-    def forward(self, x, *, scale):
+    def forward(self, x, *, scale=1.0):
         return super().forward(x * scale)
 
 
-@pytest.mark.parametrize("form", [tuple, list, lambda args: args[0]])
-def test_positional_samples(costs, form):
-    report = onepass.swap(Net(), sample=form([batch()]), kinds="norm")
-    assert len(report.swapped) == 3
+FORMS = [lambda x: (x,), lambda x: [x], lambda x: {"x": x, "scale": 2.0}]
 
 
-def test_keywords(costs):
-    report = onepass.swap(Keyworded(), sample={"x": batch(), "scale": 2.0}, kinds="norm")
-    assert len(report.swapped) == 3
-
-
-def test_a_dry_run_measures_and_changes_nothing(costs):
-    model = Net()
-    report = onepass.swap(model, sample=batch(), kinds="norm", dry_run=True)
-    assert len(report.swapped) == 3
-    assert not any(isinstance(module, Swapped) for module in model.modules())
-
-
-class Box:
-    def __init__(self, value):
-        self.value = value
+@pytest.mark.parametrize("form", FORMS, ids=["tuple", "list", "keywords"])
+def test_forms_of_samples(costs, form):
+    """In a dry run, which measures and changes nothing."""
+    model = Keyworded()
+    assert len(swap(model, sample=form(batch()), dry_run=True).swapped) == 3
+    assert not swapped_in(model)
 
 
 class WithAttention(Net):
@@ -214,14 +211,14 @@ class WithAttention(Net):
 def test_calls_that_cannot_be_repeated_are_measured_by_steps(costs, monkeypatch):
     """The same choice, from whole steps."""
     monkeypatch.setattr(sample, "_copied", lambda call: None)
-    costs["cost"] = lambda module: SLOWER if isinstance(module, nn.Dropout) else FASTER
-    report = onepass.swap(WithAttention(), sample=batch(), kinds=("norm", "dropout", "attention"))
+    costs["cost"] = dropouts_are_slower
+    report = swap(WithAttention(), "norm", "dropout", "attention")
     assert {*kinds_of(report).values()} == {"norm", "attention"}
     assert {r for n, r in reasons_of(report).items() if "drop" in n} == {Reason.NO_GAIN}
 
 
 def test_arguments_that_hold_foreign_objects_are_not_repeated():
-    call = sample.Call((torch.ones(2), [3, None]), {"key": Box(1)})
+    call = sample.Call((torch.ones(2), [3, None]), {"key": object()})
     assert sample._copied(call) is None
     plain = call._replace(kwargs={"key": "text"})
     copied = sample._copied(plain)
@@ -237,19 +234,10 @@ def test_a_tensor_that_is_given_twice_stays_one():
         assert query is key and query is not x and query.is_leaf and query.requires_grad
 
 
-def small_llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 @pytest.mark.parametrize("faster", [True, False])
 def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
     """The cost of a step is that of the attention that its config names."""
-    model = small_llama()
+    model = small_llama()[0].eval()
 
     def seconds(self, function, calls):
         seen = []
@@ -261,11 +249,8 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
         hook.remove()
         return sum(FASTER if (name == "onepass") is faster else SLOWER for name in seen) + 1e-5
 
-    monkeypatch.setattr(harness.HostClock, "seconds", seconds)
-    monkeypatch.setattr(sample, "SECONDS", 0.0)
-    monkeypatch.setattr(sample, "STEPS", 0)
-    tokens = {"input_ids": torch.randint(64, (1, 8))}
-    report = onepass.swap(model, sample=tokens, kinds="attention")
+    set_clock(monkeypatch, seconds)
+    report = swap(model, "attention", sample={"input_ids": torch.randint(64, (1, 8))})
     assert bool(report.swapped) is faster
     assert (model.config._attn_implementation == "onepass") is faster
     assert onepass.unswap(model) is not None
@@ -275,7 +260,7 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
 @pytest.mark.parametrize("kind", ["rotary", "attention"])
 def test_kinds_of_one_module_are_left_out_apart(kind):
     """A Llama's attention rotates by its class, and attends by the name in its config."""
-    model = small_llama()
+    model = small_llama()[0].eval()
     choice = Choice(None, None, None, None)
     plan = Plan(model, ("rotary", "attention"), choice, True, False, False, False)
     modules = {id(change.module) for change in plan.classes} if kind == "rotary" else set()
@@ -284,26 +269,25 @@ def test_kinds_of_one_module_are_left_out_apart(kind):
     assert left.names == ["model.layers.0.self_attn"] and left.kinds == [kind]
     (kept,) = {"rotary", "attention"} - {kind}
     taken = [[left.names[0], kept]]
-    choice = sample.Decision(taken, plan.left_out, []).to_dict()
-    choice = json.loads(json.dumps(choice))
+    choice = json.loads(json.dumps(sample.Decision(taken, plan.left_out, []).to_dict()))
     report = onepass.swap(model, kinds=("rotary", "attention"), choice=choice)
     assert kinds_of(plan.report) == kinds_of(report) == {left.names[0]: kept}
     assert plan.report.skipped == report.skipped
 
 
 def test_a_decision_is_repeated_for_another_copy(costs, monkeypatch):
-    costs["cost"] = lambda module: SLOWER if isinstance(module, nn.Dropout) else FASTER
-    options = {"kinds": ("norm", "dropout")}
-    measured = onepass.swap(Net(), sample=batch(), dry_run=True, **options)
+    costs["cost"] = dropouts_are_slower
+    kinds = ("norm", "dropout")
+    measured = swap(Net(), *kinds, dry_run=True)
     monkeypatch.setattr(sample, "_Measurement", None)
     model = Net()
-    repeated = onepass.swap(model, choice=measured.choice, **options)
+    repeated = onepass.swap(model, kinds=kinds, choice=measured.choice)
     assert repeated.to_dict() == measured.to_dict() and reasons_of(repeated) == reasons_of(measured)
-    assert isinstance(model.large.norm, Swapped) and type(model.large.drop) is nn.Dropout
+    assert swapped_in(model) == {"small.0.norm", "small.1.norm", "large.norm"}
 
 
 def test_numpy_is_asked_for_by_name(monkeypatch):
     monkeypatch.delitem(sys.modules, "onepass.bench.harness", raising=False)
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(ImportError, match=r"swap: sample needs numpy.*onepass\[tools\]"):
-        onepass.swap(Net(), sample=batch())
+        swap(Net())

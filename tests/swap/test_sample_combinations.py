@@ -11,21 +11,10 @@ import onepass
 from onepass.bench.harness import Timing
 from onepass.swapping import by_name, matchers, sample
 from onepass.swapping.classes import Swapped
-
-transformers = pytest.importorskip(
-    "transformers", reason="its Llama has attention by name in a config, beside rotary"
-)
+from onepass.swapping.plan import Plan
+from tests.swap.small_models import small_llama
 
 KINDS = ("norm", "attention", "mlp", "rotary", "linear", "loss")
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
-    )  # fmt: skip
-    ids = torch.arange(8)[None]
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 def running(model):
@@ -52,6 +41,15 @@ def gains(monkeypatch):
                 times[name] = [0.5 if answers.pop(0) else 2.0] * 5
         return Timing(times, dict.fromkeys(functions, 1), dict.fromkeys(functions, 0.0))
 
+    judged, verdicts = Plan._judged, {}
+
+    def judged_once(self, key, *args):
+        """For all models of a test."""
+        if key not in verdicts:
+            verdicts[key] = judged(self, key, *args)
+        return verdicts[key]
+
+    monkeypatch.setattr(Plan, "_judged", judged_once)
     monkeypatch.setattr(sample._Measurement, "_timed", timed)
     monkeypatch.setattr(sample, "SECONDS", 0.0)
     monkeypatch.setattr(sample, "STEPS", 0)
@@ -70,11 +68,11 @@ def check(model, report):
 
 def test_the_report_lists_what_runs(gains):
     draw = random.Random(1)
-    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(6)]
+    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(3)]
     singles = [[number == left for number in range(20)] for left in range(8)]
     for answers in singles + drawn:
         gains[:] = answers + [True] * 9
-        model, batch = llama()
+        model, batch = small_llama()
         report = onepass.swap(model, sample=batch, kinds=KINDS)
         check(model, report)
         restored = {name for name, _ in running(model)}
@@ -85,7 +83,7 @@ def test_the_report_lists_what_runs(gains):
 @pytest.mark.parametrize("gain", [True, False])
 def test_what_an_earlier_swap_took_stays(gains, kind, gain):
     gains[:] = [gain] * 30
-    model, batch = llama()
+    model, batch = small_llama()
     onepass.swap(model, kinds=kind)
     report = onepass.swap(model, sample=batch, kinds=KINDS)
     check(model, report)
@@ -116,7 +114,7 @@ def test_a_choice_keeps_kinds_of_one_module_apart(gains, kind):
 
 def test_explain_gives_the_reason_of_the_sample(gains):
     gains[:] = [False] * 30
-    model, batch = llama()
+    model, batch = small_llama()
     onepass.swap(model, sample=batch, kinds=KINDS)
 
     def reasons():

@@ -17,6 +17,14 @@ from onepass.swapping.reasons import Reason
 STEADY, SMALL, WIDE = [1.0] * 6, [0.97, 1.03] * 3, [0.5, 1.6] * 3  # times of a swapped call
 
 
+MEASURE = "onepass.bench.harness.measure_pairs"
+
+
+def timing(functions, swapped) -> Timing:
+    times = {n: [1.0] * len(swapped) if n == sample.STOCK else swapped for n in functions}
+    return Timing(times, dict.fromkeys(functions, 1), dict.fromkeys(functions, 0.0))
+
+
 def net():
     return nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 8))
 
@@ -25,13 +33,7 @@ def net():
 def timings(monkeypatch):
     """The swapped times of each measurement, in turn; stock's are 1."""
     answers = []
-
-    def measured(functions, **_):
-        swapped = answers.pop(0)
-        times = {n: [1.0] * len(swapped) if n == sample.STOCK else swapped for n in functions}
-        return Timing(times, dict.fromkeys(functions, 1), dict.fromkeys(functions, 0.0))
-
-    monkeypatch.setattr("onepass.bench.harness.measure_pairs", measured)
+    monkeypatch.setattr(MEASURE, lambda functions, **_: timing(functions, answers.pop(0)))
     return answers
 
 
@@ -80,10 +82,9 @@ def test_one_thread_is_timed_by_its_own_time(monkeypatch, threads, now):
 
     def measured(functions, *, clock, **_):
         clocks.append(clock.now)
-        times = {name: STEADY for name in functions}
-        return Timing(times, dict.fromkeys(functions, 1), dict.fromkeys(functions, 0.0))
+        return timing(functions, STEADY)
 
-    monkeypatch.setattr("onepass.bench.harness.measure_pairs", measured)
+    monkeypatch.setattr(MEASURE, measured)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     swap(net())
     assert clocks == [now]
