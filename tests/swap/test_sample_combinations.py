@@ -68,7 +68,7 @@ def check(model, report):
 
 def test_the_report_lists_what_runs(gains):
     draw = random.Random(1)
-    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(3)]
+    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(6)]
     singles = [[number == left for number in range(20)] for left in range(8)]
     for answers in singles + drawn:
         gains[:] = answers + [True] * 9
