@@ -33,28 +33,24 @@ def heads(head_dim=64, dtype=torch.bfloat16, device="cuda", value_dim=None) -> l
         return [q, k, torch.empty(2, 4, 16, value_dim or head_dim, dtype=dtype, device=device)]
 
 
-@pytest.mark.parametrize("version", [(9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_newer_devices_run_torchs(monkeypatch, version, dtype):
-    set_capability(monkeypatch, version)
-    assert device_attention.is_torchs(*heads(dtype=dtype))
-
-
 @pytest.mark.parametrize(
-    ("version", "tensors"),
+    ("version", "options", "expected"),
     [
-        ((8, 9), heads()),
-        ((9, 0), heads(dtype=torch.float32)),
-        ((9, 0), heads(device="cpu")),
-        ((9, 0), heads(head_dim=512)),
-        ((9, 0), heads(head_dim=20)),
-        ((9, 0), heads(head_dim=64, value_dim=32)),
+        ((9, 0), {}, True),
+        ((10, 0), dict(dtype=torch.float16), True),
+        ((12, 0), {}, True),
+        ((8, 9), {}, False),
+        ((9, 0), dict(dtype=torch.float32), False),
+        ((9, 0), dict(device="cpu"), False),
+        ((9, 0), dict(head_dim=512), False),
+        ((9, 0), dict(head_dim=20), False),
+        ((9, 0), dict(value_dim=32), False),
     ],
-    ids=["older", "float32", "cpu", "head_dim 512", "head_dim 20", "value_dim"],
+    ids=str,
 )
-def test_what_runs_onepass(monkeypatch, version, tensors):
+def test_which_calls_are_torchs(monkeypatch, version, options, expected):
     set_capability(monkeypatch, version)
-    assert not device_attention.is_torchs(*tensors)
+    assert device_attention.is_torchs(*heads(**options)) is expected
 
 
 def test_autocast_decides_the_dtype(monkeypatch):
@@ -80,54 +76,48 @@ def called(monkeypatch) -> list[str]:
     def stand_in(whose: str):
         def attention(query, *_, **__):
             found.append(whose)
-            return query
+            return [query]
 
         return attention
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", stand_in("torch"))
     monkeypatch.setattr(onepass.functional, "scaled_dot_product_attention", stand_in("onepass"))
-    monkeypatch.setattr(
-        _internal, "attention", lambda *arguments: [stand_in("onepass")(arguments[0])]
-    )
+    monkeypatch.setattr(_internal, "attention", stand_in("onepass"))
     return found
 
 
+def of_multihead(*tensors, bias=None, mask=None, dropout_p=0.0, is_causal=False):
+    _internal.masked_attention(
+        *tensors, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal
+    )
+
+
+ONES = torch.ones(1, 1, 16, 16)
+SWAPPED, MULTIHEAD = redirection.attend_visibly, of_multihead
+
+
 @pytest.mark.parametrize(
-    ("options", "whose"),
+    ("call", "options", "whose"),
     [
-        ({}, "torch"),
-        (dict(is_causal=True, scale=0.5, enable_gqa=True), "torch"),
-        (dict(softcap=0.0, sinks=None, deterministic=False), "torch"),
-        (dict(dropout_p=0.1), "onepass"),
-        (dict(attn_mask=torch.ones(16, 16)), "onepass"),
-        (dict(softcap=30.0), "onepass"),
-        (dict(sinks=torch.ones(4)), "onepass"),
-        (dict(deterministic=True), "onepass"),
+        (SWAPPED, {}, "torch"),
+        (SWAPPED, dict(is_causal=True, scale=0.5, enable_gqa=True), "torch"),
+        (SWAPPED, dict(softcap=0.0, sinks=None, deterministic=False), "torch"),
+        (SWAPPED, dict(dropout_p=0.1), "onepass"),
+        (SWAPPED, dict(attn_mask=ONES), "onepass"),
+        (SWAPPED, dict(softcap=30.0), "onepass"),
+        (SWAPPED, dict(sinks=torch.ones(4)), "onepass"),
+        (SWAPPED, dict(deterministic=True), "onepass"),
+        (MULTIHEAD, {}, "torch"),
+        (MULTIHEAD, dict(is_causal=True), "torch"),
+        (MULTIHEAD, dict(dropout_p=0.1), "onepass"),
+        (MULTIHEAD, dict(bias=ONES), "onepass"),
+        (MULTIHEAD, dict(mask=ONES.bool()), "onepass"),
     ],
-    ids=str,
 )
-def test_calls_of_swapped_and_attached_modules(called, options, whose):
-    redirection.attend_visibly(*heads(), **options)
-    assert called == [whose]
-    redirection.attend_visibly(*heads(device="cpu"), **options)
+def test_calls_of_swapped_modules(called, call, options, whose):
+    call(*heads(), **options)
+    call(*heads(device="cpu"), **options)
     assert called == [whose, "onepass"]
-
-
-@pytest.mark.parametrize(
-    ("options", "whose"),
-    [
-        ({}, "torch"),
-        (dict(is_causal=True), "torch"),
-        (dict(dropout_p=0.1), "onepass"),
-        (dict(bias=torch.ones(1, 1, 1, 16)), "onepass"),
-        (dict(mask=torch.ones(1, 1, 16, 16, dtype=torch.bool)), "onepass"),
-    ],
-    ids=str,
-)
-def test_calls_of_multihead_attention(called, options, whose):
-    defaults = dict(bias=None, mask=None, dropout_p=0.0, is_causal=False)
-    _internal.masked_attention(*heads(), **{**defaults, **options})
-    assert called == [whose]
 
 
 def test_the_log_says_why():
@@ -159,8 +149,8 @@ def test_compiled_calls_are_torchs_too():
         return graph
 
     torch._dynamo.reset()
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
-        torch.compile(redirection.attend_visibly, backend=backend, fullgraph=True)(q, k, v)
+    compiled, tensors = torch.compile(SWAPPED, backend=backend, fullgraph=True), heads()
+    with tensors[0].fake_mode:
+        compiled(*tensors)
     (code,) = graphs
     assert "scaled_dot_product_attention" in code and "onepass" not in code

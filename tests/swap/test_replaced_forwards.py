@@ -39,14 +39,15 @@ def activated():
 class Gated(nn.Module):
     def __init__(self, activation):
         super().__init__()
-        self.gate, self.up = nn.Linear(8, 16), nn.Linear(8, 16)
-        self.down, self.activation = nn.Linear(16, 8), activation
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.activation = activation
 
     def forward(self, x):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 # The class, a model that holds a module of it, and the kind that would swap it.
+ENCODER, DECODER = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
 CASES = {
     "LayerNorm": (nn.LayerNorm, lambda: nn.LayerNorm(8), "norm"),
     "RMSNorm": (nn.RMSNorm, lambda: nn.RMSNorm(8), "norm"),
@@ -61,18 +62,9 @@ CASES = {
     "Conv1D": (pytorch_utils.Conv1D, lambda: pytorch_utils.Conv1D(8, 8), "linear"),
     "CrossEntropyLoss": (nn.CrossEntropyLoss, nn.CrossEntropyLoss, "loss"),
     "MultiheadAttention": (nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), "attention"),
-    "TransformerEncoderLayer": (
-        nn.TransformerEncoderLayer,
-        lambda: nn.TransformerEncoderLayer(8, 2),
-        "attention",
-    ),
-    "TransformerDecoderLayer": (
-        nn.TransformerDecoderLayer,
-        lambda: nn.TransformerDecoderLayer(8, 2),
-        "attention",
-    ),
+    "TransformerEncoderLayer": (ENCODER, lambda: ENCODER(8, 2), "attention"),
+    "TransformerDecoderLayer": (DECODER, lambda: DECODER(8, 2), "attention"),
 }
-on_cases = pytest.mark.parametrize(("cls", "make", "kind"), CASES.values(), ids=CASES.keys())
 
 
 pytestmark = pytest.mark.usefixtures("linear_layers_gain")
@@ -82,28 +74,23 @@ def forwards(model):
     return {name: type(module).forward for name, module in model.named_modules()}
 
 
-@on_cases
-def test_of_a_class(cls, make, kind, monkeypatch):
+@pytest.mark.parametrize("of", ["class", "instance"])
+@pytest.mark.parametrize(("cls", "make", "kind"), CASES.values(), ids=CASES.keys())
+def test_a_replaced_forward_stays(cls, make, kind, of, monkeypatch):
     model = make()
     assert onepass.swap(model, kinds=kind, dry_run=True).swapped
-    monkeypatch.setattr(cls, "forward", wrapped(cls))
-    ran = [name for name, module in model.named_modules() if type(module) is cls]
+    ran = {name: module for name, module in model.named_modules() if type(module) is cls}
     before = forwards(model)
-    report = onepass.swap(model, kinds=kind)
-    after = forwards(model)
-    assert not {entry["name"] for entry in report.swapped} & {"", *ran}
-    assert all(after[name] is before[name] for name in {"", *ran})
-    assert any("is replaced" in entry["reason"] for entry in report.skipped)
-
-
-@on_cases
-def test_of_an_instance(cls, make, kind):
-    model = make()
-    for module in list(model.modules()):
-        if type(module) is cls:
+    if of == "class":
+        before |= dict.fromkeys(ran, wrapped(cls))
+        monkeypatch.setattr(cls, "forward", before[next(iter(ran))])
+    else:
+        for module in ran.values():
             module.forward = types.MethodType(wrapped(cls), module)
     report = onepass.swap(model, kinds=kind)
-    assert "" not in {entry["name"] for entry in report.swapped}
+    after = forwards(model)
+    assert not {entry["name"] for entry in report.swapped} & {"", *(ran if of == "class" else ())}
+    assert all(after[name] is before[name] for name in {"", *ran})
     assert any("is replaced" in entry["reason"] for entry in report.skipped)
 
 

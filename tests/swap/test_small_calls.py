@@ -10,20 +10,21 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import _dispatch_log
-from onepass._policy import products, small_calls
+from onepass._policy import small_calls
 from tests.swap.foreign_norms import LayerNormOverridden
 
-LEAST = dict(small_calls.LEAST_NORM)  # a fixture of all tests removes them
-LEAST_ATTENTION = dict(small_calls.LEAST_ATTENTION)
-LEAST_LINEAR = dict(small_calls.LEAST_LINEAR)
+BOUNDS = {  # a fixture of all tests removes them
+    name: dict(getattr(small_calls, name))
+    for name in ("LEAST_NORM", "LEAST_ATTENTION", "LEAST_LINEAR")
+}
+LEAST, LEAST_ATTENTION, LEAST_LINEAR = BOUNDS.values()
 TRAINING, INFERENCE = LEAST[torch.float32]
 
 
 @pytest.fixture(autouse=True)
 def real_bounds(swapped_run_ours, one_thread, monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST)
-    monkeypatch.setattr(small_calls, "LEAST_ATTENTION", LEAST_ATTENTION)
-    monkeypatch.setattr(small_calls, "LEAST_LINEAR", LEAST_LINEAR)
+    for name, bound in BOUNDS.items():
+        monkeypatch.setattr(small_calls, name, bound)
 
 
 class Attention(nn.Module):
@@ -71,17 +72,20 @@ def test_the_bound_of_16_bits_and_of_threads():
     assert ours(module, 2 * rows, torch.bfloat16)
 
 
-def test_small_calls_are_torchs_bit_for_bit():
-    stock, module = nn.LayerNorm(48), nn.LayerNorm(48)
-    onepass.swap(module)
-    x = torch.randn(5, 48)
-    gradients = []
-    for norm in (stock, module):
-        leaf = x.clone().requires_grad_()
-        y = norm(leaf)
-        y.backward(torch.ones_like(y))
-        gradients.append((y.detach(), leaf.grad, norm.weight.grad, norm.bias.grad))
-    assert all(map(torch.equal, *gradients))
+@pytest.mark.parametrize(
+    ("make", "shape"), [(lambda: nn.LayerNorm(48), (5, 48)), (Attention, (2, 5, 64))]
+)
+def test_small_calls_are_torchs_bit_for_bit(make, shape):
+    module = make()
+    x = torch.randn(shape, requires_grad=True)
+
+    def results():
+        y = module(x)
+        return [y, *torch.autograd.grad(y.sum(), [x, *module.parameters()])]
+
+    stock = results()
+    with onepass.swapped(module):
+        assert all(map(torch.equal, results(), stock))
 
 
 def test_others_run_ours_at_every_size():
@@ -92,7 +96,6 @@ def test_others_run_ours_at_every_size():
 
 
 def test_the_record_tells_it():
-
     module = nn.LayerNorm(8)
     onepass.swap(module)
     with _dispatch_log.record() as calls:
@@ -143,13 +146,6 @@ def test_attention_with_dropout_runs_ours_at_every_size(torchs_products):
     assert kernel_of(module, x).startswith("torch.")
 
 
-def test_small_attention_is_torchs_bit_for_bit():
-    module, x = Attention(), torch.randn(2, 5, 64)
-    stock = module(x)
-    with onepass.swapped(module):
-        assert torch.equal(module(x), stock)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_computes_the_same_again(reentrant, torchs_products):
     """Between the bounds of training and of inference, where a first pass has no gradients."""
@@ -170,22 +166,21 @@ def test_a_checkpoint_computes_the_same_again(reentrant, torchs_products):
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_traced_runs_ours_at_every_size():
     """A trace is used at other sizes than at its making."""
-    module = Attention().eval()
+    module, x, graphs = Attention().eval(), torch.randn(1, 4, 64), []
     onepass.swap(module)
-    x = torch.randn(1, 4, 64)
-    traced = torch.jit.trace(module, x, check_trace=False)
-    assert "onepass" in str(traced.graph)
+    graphs.append(str(torch.jit.trace(module, x, check_trace=False).graph))
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
     torch._dynamo.reset()
-    graphs = []
     with torch.no_grad():
-        backend = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
         torch.compile(module, backend=backend, fullgraph=True)(x)
-    assert "onepass" in graphs[0].code
+    assert len(graphs) == 2 and all("onepass" in graph for graph in graphs)
 
 
-def test_one_row_by_a_transposed_weight_is_torchs(monkeypatch):
-    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-    monkeypatch.setattr(products, "facts", lambda: slow)
+def test_one_row_by_a_transposed_weight_is_torchs(slow_products):
     module = nn.Linear(2048, 2048)
     module.weight = nn.Parameter(module.weight.t())  # as transformers' Conv1D has it
     onepass.swap(module, kinds=("linear",))
@@ -199,13 +194,15 @@ def test_one_row_by_a_transposed_weight_is_torchs(monkeypatch):
     assert kernels(torch.float16) == ["linear_few_rows_kernel"] * 2  # torch has loops for both
 
 
-def test_the_bounds_of_linear(monkeypatch):
+def test_the_bounds_of_linear(slow_products, monkeypatch):
     """By rows in float32, and by multiply-adds, with low bounds in 16 bits where torch is slow."""
-    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-    monkeypatch.setattr(products, "facts", lambda: slow)
-    module = nn.Linear(256, 512)
-    report = onepass.swap(module, kinds=("linear",))
-    assert small_calls.LINEAR_NOTE in report.notes
+
+    def swapped(*sizes: int) -> nn.Linear:
+        linear = nn.Linear(*sizes)
+        assert small_calls.LINEAR_NOTE in onepass.swap(linear, kinds="linear").notes
+        return linear
+
+    module = swapped(256, 512)
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)  # of a machine with AVX-512
 
     def ours(rows: int, dtype=torch.float32) -> bool:
@@ -219,24 +216,20 @@ def test_the_bounds_of_linear(monkeypatch):
     torch.set_num_threads(2)
     assert ours(2 * least) and not ours(2 * least - 2)
     assert ours(2, torch.bfloat16) and ours(2, torch.float16)
-    module = nn.Linear(64, 64)
-    onepass.swap(module)
+    module = swapped(64, 64)
     assert ours(32, torch.bfloat16) and not ours(30, torch.bfloat16)
     with torch.no_grad():
         assert ours(8, torch.float16) and not ours(6, torch.float16)
-        module = nn.Linear(256, 512)
-        onepass.swap(module)
+        module = swapped(256, 512)
         assert ours(2, torch.bfloat16) and not ours(1, torch.bfloat16)
     assert ours(1, torch.bfloat16)  # whose backward is slow in torch
-    module = nn.Linear(512, 512)
-    onepass.swap(module)
+    module = swapped(512, 512)
     least, most = 2 * small_calls.LEAST_IN_PLACE // 512**2, small_calls.ROWS_IN_PLACE[-1]
     for with_gradients in (True, False):
         with torch.set_grad_enabled(with_gradients):
             assert ours(least) and not ours(least - 1)
             assert ours(most) and not ours(most + 1)
-    module = nn.Linear(2048, 2048)
-    onepass.swap(module)
+    module = swapped(2048, 2048)
     with torch.no_grad():
         assert ours(2) and not ours(1)  # of which the weight may lie in a cache
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 256)  # of a machine without AVX-512

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import onepass
 from tests.swap.small_models import CONFIG, adaptive, resnet
 
-transformers = pytest.importorskip("transformers", reason="its modules are swapped")
+LlamaForCausalLM = pytest.importorskip("transformers").LlamaForCausalLM
 pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
@@ -38,15 +38,16 @@ def x(*shape):
     return torch.randn(shape)
 
 
+def activated():
+    return nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU())
+
+
 MODELS = {
     "layer norm": (lambda: nn.LayerNorm(64), lambda: (x(9, 64),)),
     "RMS norm": (lambda: nn.RMSNorm(64), lambda: (x(9, 64),)),
     "group norm": (lambda: nn.GroupNorm(4, 64).bfloat16(), lambda: (x(2, 64, 80, 80).bfloat16(),)),
     "another norm": (lambda: llama.LlamaRMSNorm(64), lambda: (x(9, 64),)),
-    "group norm, silu": (
-        lambda: nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU()),
-        lambda: (x(2, 64, 40, 40),),
-    ),
+    "group norm, silu": (activated, lambda: (x(2, 64, 40, 40),)),
     "resnet": (resnet, lambda: (x(2, 64, 40, 40), x(2, 64))),
     "adaptive": (adaptive, lambda: (x(2, 9, 64), x(2, 64))),
     "block": (lambda: llama.LlamaMLP(CONFIG), lambda: (x(512, 64),)),
@@ -57,10 +58,7 @@ MODELS = {
     "attention": (lambda: nn.MultiheadAttention(64, 4), lambda: (x(9, 2, 64),) * 3),
     "layer": (lambda: nn.TransformerEncoderLayer(64, 4, dropout=0.0), lambda: (x(9, 2, 64),)),
     "calls": (Attending, lambda: (x(2, 300, 64),)),
-    "model": (
-        lambda: transformers.LlamaForCausalLM(CONFIG),
-        lambda: (torch.randint(256, (2, 64)),),
-    ),
+    "model": (lambda: LlamaForCausalLM(CONFIG), lambda: (torch.randint(256, (2, 64)),)),
 }
 
 
@@ -102,37 +100,38 @@ def same(found, expected):
     torch.testing.assert_close(*([y for y in ys if y is not None] for ys in (found, expected)))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS.keys())
-def test_works_before_and_after_unswap(make, inputs, wrapper):
+def offloads(model):
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert "_old_forward" in vars(model.model.norm)
+
+
+def check(name, wrap):
+    """A model works before and after `unswap`, if `wrap` is called between."""
     torch.manual_seed(0)
+    make, inputs = MODELS[name]
     model, inputs = make().eval(), inputs()
     stock = outputs(model, inputs)
     assert onepass.swap(model).swapped
-    for module in model.modules():
-        wrapper(module)
+    wrap(model)
     same(outputs(model, inputs), stock)
     onepass.unswap(model)
     same(outputs(model, inputs), stock)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_works_before_and_after_unswap(name, wrapper):
+    check(name, lambda model: [wrapper(module) for module in model.modules()])
 
 
 def test_cpu_offload():
-    torch.manual_seed(0)
-    make, inputs = MODELS["model"]
-    model, inputs = make().eval(), inputs()
-    stock = outputs(model, inputs)
-    onepass.swap(model)
-    device = torch.device("cpu")
-    accelerate.cpu_offload(model, execution_device=device)
-    assert "_old_forward" in vars(model.model.norm)
-    same(outputs(model, inputs), stock)
-    onepass.unswap(model)
-    same(outputs(model, inputs), stock)
+    check("model", offloads)
 
 
 def test_the_with_block_ends_with_a_working_model():
-    model, x = nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU()), torch.randn(2, 64, 8, 8)
-    expected = model(x)
+    model, images = activated(), x(2, 64, 8, 8)
+    expected = model(images)
     with onepass.swapped(model):
         wraps(model)
-    assert torch.equal(model(x), expected)
+    assert torch.equal(model(images), expected)
