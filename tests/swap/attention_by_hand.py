@@ -1,4 +1,7 @@
-"""Modules that compute attention by hand, in the ways that people write it."""
+"""Modules that compute attention by hand, in the ways that people write it.
+
+More of them, in models of transformers, are those of tests/integrations/test_attention_by_hand.py.
+"""
 
 from __future__ import annotations
 
@@ -227,17 +230,6 @@ class PartialSoftmax(Base):
         return self.drop(self.normalise(q @ k.mT * 0.3, dim=-1)).type(v.dtype) @ v
 
 
-class Bloom(Base):
-    def attend(self, q, k, v):
-        batch, heads, tokens, dim = q.shape
-        q, k, v = (x.reshape(batch * heads, tokens, dim) for x in (q, k, v))
-        alibi = torch.arange(tokens, dtype=q.dtype).expand(batch * heads, 1, tokens)
-        scores = alibi.baddbmm(batch1=q, batch2=k.mT, beta=0.5, alpha=0.3)
-        scores = scores.view(batch, heads, tokens, tokens)
-        weights = F.softmax(scores, dim=-1).view(batch * heads, tokens, tokens)
-        return torch.bmm(weights, v).view(batch, heads, tokens, dim)
-
-
 class OnlyAScale(Base):
     """baddbmm without its first argument."""
 
@@ -249,20 +241,6 @@ class OnlyAScale(Base):
         return torch.bmm(scores.softmax(-1), v).view(batch, heads, tokens, dim)
 
 
-class Temperature(Base):
-    """Swin v2's: learned, by head."""
-
-    def __init__(self, p: float = 0.0):
-        super().__init__(p)
-        self.temperature = nn.Parameter(torch.rand(HEADS, 1, 1))
-
-    def attend(self, q, k, v):
-        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
-        scores = scores * self.temperature.clamp(max=2.0).exp()
-        tokens = torch.arange(q.shape[2], dtype=q.dtype)
-        return (scores + tokens / 8).softmax(-1) @ v
-
-
 class OneTemperature(Base):
     """The same for all heads, after a scale."""
 
@@ -272,16 +250,6 @@ class OneTemperature(Base):
 
     def attend(self, q, k, v):
         return (q @ k.mT * 0.5 / self.temperature.exp()).softmax(-1) @ v
-
-
-class BiasThenScale(Base):
-    """Falcon's and XLNet's."""
-
-    def attend(self, q, k, v):
-        tokens = torch.arange(q.shape[2], dtype=q.dtype)
-        scores = q @ k.mT + tokens + 0
-        scores *= 0.3
-        return (scores + 1.0).softmax(-1) @ v
 
 
 class ValuesFirst(Base):
@@ -308,8 +276,8 @@ class Copied(Base):
 
 TAKEN = [
     Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, EinsumOfTokensFirst, OneKeyHead, Bart,
-    Swin, Gemma2, Padded, Alibi, Frames, Annotated, SoftmaxMadeInPlace, PartialSoftmax, Bloom,
-    OnlyAScale, Temperature, OneTemperature, BiasThenScale, ValuesFirst, Copied,
+    Swin, Gemma2, Padded, Alibi, Frames, Annotated, SoftmaxMadeInPlace, PartialSoftmax, OnlyAScale,
+    OneTemperature, ValuesFirst, Copied,
 ]  # fmt: skip
 
 

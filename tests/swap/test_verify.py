@@ -18,20 +18,22 @@ from tests.swap.foreign_norms import OnePlusRMS
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 24, p: float = 0.3):
+    """`then` is made of its logits."""
+
+    def __init__(self, then=None, width: int = 24):
         super().__init__()
         self.embedding = nn.Embedding(11, width)
         self.norm = nn.LayerNorm(width)
         self.foreign = OnePlusRMS(width)
         self.mlp = nn.Linear(width, width)
-        self.drop = nn.Dropout(p)
-        self.head = nn.Linear(width, 11)
+        self.drop = nn.Dropout(0.3)
+        self.head, self.then = nn.Linear(width, 11), then
 
     def forward(self, ids, labels=None):
         x = self.embedding(ids)
         logits = self.head(self.foreign(x + self.drop(self.mlp(self.norm(x)))))
         if labels is None:
-            return logits
+            return logits if self.then is None else self.then(logits)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"logits": logits, "loss": loss}
 
@@ -86,44 +88,33 @@ def test_a_lost_graph_and_another_shape_are_differences(monkeypatch, before, aft
     assert report.verify(torch.randn(4, 8, requires_grad=True)).ok is False
 
 
-class Bottleneck(Model):
+def bottleneck(sharpness: float = 300.0) -> Model:
     """All activations are multiples of one number, so one rounding error affects all of them."""
-
-    def forward(self, ids):
-        logits = super().forward(ids)
-        return logits * (2.0 + torch.sin(300.0 * logits.mean()))
+    return Model(lambda logits: logits * (2.0 + torch.sin(sharpness * logits.mean())))
 
 
 def test_one_lucky_draw_of_stock_is_no_difference(judged):
     for seed in (2, 5, 6, 13, 14):  # of 16, those where one draw would not do
         torch.manual_seed(seed)
-        result = onepass.swap(Bottleneck(), probe=False).verify(IDS)
+        result = onepass.swap(bottleneck(), probe=False).verify(IDS)
         assert result.ok, f"{seed=}: {result}"
         assert result.judged == judged and len(str(result).splitlines()) == 1
 
 
 def test_stock_in_float64_may_have_nan_where_stock_has_none():
-    class Masked(Model):
-        """transformers' eager attention: a mask of the model's dtype, a softmax in float32."""
+    def masked(logits):
+        """As transformers' eager attention: a mask of the model's dtype, a softmax in float32."""
+        mask = torch.full_like(logits, torch.finfo(logits.dtype).min)
+        return logits * (logits + mask).softmax(-1, dtype=torch.float32)
 
-        def forward(self, ids):
-            logits = super().forward(ids)
-            mask = torch.full_like(logits, torch.finfo(logits.dtype).min)
-            return logits * (logits + mask).softmax(-1, dtype=torch.float32)
-
-    result = onepass.swap(Masked()).verify(IDS)
+    result = onepass.swap(Model(masked)).verify(IDS)
     assert result.ok and result.judged == "rounding"
     assert "nan" not in str(result)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_in_stock_either_is_the_same(monkeypatch, value):
-    class NotFinite(Model):
-        def forward(self, ids):
-            logits = super().forward(ids)
-            return logits, torch.full_like(logits, value)
-
-    report = onepass.swap(NotFinite())
+    report = onepass.swap(Model(lambda logits: (logits, torch.full_like(logits, value))))
     loss_fn = lambda output: output[0].square().mean()  # noqa: E731
     result = report.verify(IDS, loss_fn=loss_fn)
     assert result.ok and result.judged == "float64"
@@ -154,11 +145,7 @@ class Attributes(dict):
     ids=["tuple with loss", "dict", "object"],
 )
 def test_outputs_of_any_form(output):
-    class Wrapped(Model):
-        def forward(self, ids):
-            return output(super().forward(ids))
-
-    result = onepass.swap(Wrapped()).verify(IDS)
+    result = onepass.swap(Model(output)).verify(IDS)
     assert result.ok and any(d.name.startswith("gradient of norm") for d in result.deviations)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import onepass
 from onepass.swapping import classes, verify
 from tests.support.injection import bits, interruptions
-from tests.swap.test_verify import IDS, Bottleneck, Model, broken
+from tests.swap.test_verify import IDS, Model, bottleneck, broken
 
 # ---- padding ------------------------------------------------------------------------------------
 
@@ -72,16 +74,10 @@ def test_rows_of_padding_that_the_loss_sees(monkeypatch):
 # ---- draws --------------------------------------------------------------------------------------
 
 
-class Sharp(Bottleneck):
-    def forward(self, ids):
-        logits = Model.forward(self, ids)
-        return logits * (2.0 + torch.sin(3000.0 * logits.mean()))
-
-
 def test_an_unlucky_draw_of_the_swapped_model_is_no_difference(monkeypatch):
     """Its error exceeds six of stock's; drawn again, the medians agree."""
     torch.manual_seed(0)
-    report = onepass.swap(Sharp(), probe=False)
+    report = onepass.swap(bottleneck(3000.0), probe=False)
     right = verify._Pair._swapped
     calls = []
 
@@ -98,12 +94,12 @@ def test_an_unlucky_draw_of_the_swapped_model_is_no_difference(monkeypatch):
     assert result.ok and len(calls) > verify._FEWEST_PAIRS, result
 
 
-@pytest.mark.parametrize("model, times", [(Model, 3), (Bottleneck, 20)])
-def test_a_small_defect_shows_in_every_draw(monkeypatch, model, times, judged):
-    """The planted error is above the rule's bound, which one draw of Bottleneck may reach."""
+@pytest.mark.parametrize(("make", "times"), [(Model, 3), (bottleneck, 20)])
+def test_a_small_defect_shows_in_every_draw(monkeypatch, make, times, judged):
+    """The planted error is above the rule's bound, which one draw of the bottleneck may reach."""
     for seed in range(2):
         torch.manual_seed(seed)
-        report = onepass.swap(model(), probe=False)
+        report = onepass.swap(make(), probe=False)
         first = report.verify(IDS)
         assert first.ok
         allowed = max(d.allowed for d in first.deviations if d.name == "gradient of head.bias")
@@ -143,15 +139,8 @@ def test_with_a_loss_it_and_the_gradients_decide():
 
 
 def test_with_a_loss_the_output_may_be_anything():
-    class Result:
-        def __init__(self, logits):
-            self.logits = logits
-
-    class Wrapped(Model):
-        def forward(self, ids):
-            return Result(super().forward(ids))
-
-    result = onepass.swap(Wrapped()).verify(IDS, loss_fn=lambda out: out.logits.square().mean())
+    report = onepass.swap(Model(lambda logits: SimpleNamespace(logits=logits)))
+    result = report.verify(IDS, loss_fn=lambda out: out.logits.square().mean())
     assert result.ok and result.deviations[0].decides
 
 
