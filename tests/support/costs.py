@@ -62,13 +62,11 @@ BUDGETS = {  # shares.py begins with the largest
     "tests/optim/test_contract.py": 15,
     "tests/optim/test_torch.py": 25,
     "tests/optimizer/test_cuda.py": 30,
-    "tests/swap/test_attention.py": 25,
     "tests/swap/test_norms.py": 20,
     "tests/swap/test_swap.py": 15,
     "tests/swap/test_torch.py": 15,
     "tests/swap/test_transformers.py": 10,
-    "tests/swap/test_verify.py": 10,
-    "tests/swap/test_verify_limits.py": 20,
+    "tests/swap/test_verify.py": 20,
 }
 OVER = 3
 SHOWN = 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 transformers = pytest.importorskip("transformers", reason="its modules are swapped")
 
@@ -26,13 +25,3 @@ def resnet():
     return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
         in_channels=64, temb_channels=64
     )
-
-
-def small_llama():
-    """(model, batch), with attention by name in its config, and rotary functions."""
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
-    )  # fmt: skip
-    ids = torch.arange(8)[None]
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}

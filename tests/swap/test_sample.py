@@ -1,23 +1,28 @@
 """`swap(sample=)`: what gains on a batch is swapped, by a clock that counts given costs."""
 
+from __future__ import annotations
+
 import itertools
 import json
+import random
 import sys
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import onepass
 from onepass.bench import harness
-from onepass.swapping import sample
+from onepass.bench.harness import Timing
+from onepass.swapping import by_name, matchers, sample
 from onepass.swapping.classes import Swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.walk import Choice
 from tests.support.injection import bits
-from tests.swap.small_models import small_llama
 
 STOCK_COST, FASTER, SLOWER = 1e-3, 0.5e-3, 2e-3
 
@@ -66,15 +71,14 @@ def costs(monkeypatch):
             function()
         return table["sum"] + 1e-5
 
-    set_clock(monkeypatch, seconds)
+    monkeypatch.setattr(harness.HostClock, "seconds", seconds)
+    measure_little(monkeypatch)
     hook = register_module_forward_pre_hook(count)
     yield table
     hook.remove()
 
 
-def set_clock(monkeypatch, seconds) -> None:
-    """A clock of our own, and a measurement as short as it can be."""
-    monkeypatch.setattr(harness.HostClock, "seconds", seconds)
+def measure_little(monkeypatch) -> None:
     monkeypatch.setattr(sample, "SECONDS", 0.0)
     monkeypatch.setattr(sample, "STEPS", 0)
 
@@ -234,6 +238,17 @@ def test_a_tensor_that_is_given_twice_stays_one():
         assert query is key and query is not x and query.is_leaf and query.requires_grad
 
 
+def small_llama():
+    """(model, batch), with attention by name in its config, and rotary functions."""
+    transformers = pytest.importorskip("transformers", reason="the model is its own")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
+    )  # fmt: skip
+    ids = torch.arange(8)[None]
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
     """The cost of a step is that of the attention that its config names."""
@@ -249,7 +264,8 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
         hook.remove()
         return sum(FASTER if (name == "onepass") is faster else SLOWER for name in seen) + 1e-5
 
-    set_clock(monkeypatch, seconds)
+    monkeypatch.setattr(harness.HostClock, "seconds", seconds)
+    measure_little(monkeypatch)
     report = swap(model, "attention", sample={"input_ids": torch.randint(64, (1, 8))})
     assert bool(report.swapped) is faster
     assert (model.config._attn_implementation == "onepass") is faster
@@ -275,19 +291,237 @@ def test_kinds_of_one_module_are_left_out_apart(kind):
     assert plan.report.skipped == report.skipped
 
 
-def test_a_decision_is_repeated_for_another_copy(costs, monkeypatch):
-    costs["cost"] = dropouts_are_slower
-    kinds = ("norm", "dropout")
-    measured = swap(Net(), *kinds, dry_run=True)
-    monkeypatch.setattr(sample, "_Measurement", None)
-    model = Net()
-    repeated = onepass.swap(model, kinds=kinds, choice=measured.choice)
-    assert repeated.to_dict() == measured.to_dict() and reasons_of(repeated) == reasons_of(measured)
-    assert swapped_in(model) == {"small.0.norm", "small.1.norm", "large.norm"}
-
-
 def test_numpy_is_asked_for_by_name(monkeypatch):
     monkeypatch.delitem(sys.modules, "onepass.bench.harness", raising=False)
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(ImportError, match=r"swap: sample needs numpy.*onepass\[tools\]"):
         swap(Net())
+
+
+# ---- noise, and a choice that is made again ------------------------------------------------------
+
+FAST, STEADY, SMALL, WIDE = [0.5] * 6, [1.0] * 6, [0.97, 1.03] * 3, [0.5, 1.6] * 3  # of a call
+MEASURE = "onepass.bench.harness.measure_pairs"
+
+
+def timing(times) -> Timing:
+    return Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
+
+
+def timing_of(functions, swapped) -> Timing:
+    """Stock's times are 1."""
+    return timing({n: [1.0] * len(swapped) if n == sample.STOCK else swapped for n in functions})
+
+
+def net():
+    return nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 8))
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    """The swapped times of each measurement, in turn; stock's are 1."""
+    answers = []
+    monkeypatch.setattr(MEASURE, lambda functions, **_: timing_of(functions, answers.pop(0)))
+    return answers
+
+
+DECISIONS = [
+    ([STEADY], Reason.NO_GAIN, "times as fast", ""),
+    ([SMALL], Reason.NO_GAIN, "times as fast", ""),
+    ([WIDE] * 2, Reason.TOO_NOISY, "norm: too noisy to tell: 1.", "the machine is busy: 1 of 1"),
+    ([FAST, WIDE, WIDE], Reason.TOO_NOISY_IN_ALL, "", "the machine is busy: 1 of 2 measurements"),
+]
+
+
+@pytest.mark.parametrize(("times", "reason", "text", "note"), DECISIONS)
+def test_what_cannot_be_told_is_measured_again(timings, times, reason, text, note):
+    """A wide interval around 1, of a module or of the whole step."""
+    timings[:] = times
+    report = swap(net())
+    (entry,) = report.skipped
+    assert entry["reason"].kind is reason and text in entry["reason"] and not timings
+    if note:
+        assert report.notes[0].startswith(note)
+    assert note or not any("busy" in said for said in report.notes)
+
+
+def test_more_rounds_can_decide(timings):
+    timings[:] = [WIDE, FAST * 10, FAST]  # the last is of a whole step
+    report = swap(net())
+    assert [entry["name"] for entry in report.swapped] == ["0"] and not timings
+    assert report.notes[0].startswith("measured on the sample")
+
+
+@pytest.mark.parametrize(("threads", "now"), [(1, time.thread_time), (2, time.perf_counter)])
+def test_one_thread_is_timed_by_its_own_time(monkeypatch, threads, now):
+    """So that other programs do not count."""
+    clocks = []
+
+    def measured(functions, *, clock, **_):
+        clocks.append(clock.now)
+        return timing_of(functions, STEADY)
+
+    monkeypatch.setattr(MEASURE, measured)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    swap(net())
+    assert clocks == [now]
+
+
+@pytest.fixture
+def chosen(timings):
+    """A choice of the dropout alone, through JSON."""
+    timings[:] = [FAST, [2.0] * 6, FAST]
+    report = swap(net(), "norm", "dropout")
+    assert [(entry["name"], entry["kind"]) for entry in report.swapped] == [("1", "dropout")]
+    return report, json.loads(json.dumps(report.choice))
+
+
+def test_a_choice_is_made_again_without_measuring(chosen, monkeypatch):
+    report, choice = chosen
+    monkeypatch.setattr(sample, "_Measurement", None)
+    model = net()
+    repeated = onepass.swap(model, choice=choice, kinds=("norm", "dropout"))
+    assert repeated.to_dict() == report.to_dict() and repeated.choice == report.choice
+    assert reasons_of(repeated) == reasons_of(report) and swapped_in(model) == {"1"}
+
+
+def test_a_choice_takes_nothing_that_it_does_not_name(chosen):
+    model = nn.Sequential(*net(), nn.Dropout(0.2))
+    report = onepass.swap(model, choice=chosen[1])
+    assert [entry["name"] for entry in report.swapped] == ["1"]
+    assert reasons_of(report)["3"] is Reason.NOT_CHOSEN
+
+
+def test_what_is_chosen_and_cannot_be_swapped_is_told(chosen):
+    model = net()
+    model[1] = nn.Identity()
+    report = onepass.swap(model, choice=chosen[1])
+    assert report.notes[0] == "chosen and not swapped: dropout of 1"
+
+
+def test_a_swap_without_a_sample_has_a_choice_too():
+    report = onepass.swap(net(), kinds="norm")
+    assert report.choice == {"swapped": [["0", "norm"]], "left_out": [], "notes": []}
+
+
+def test_sample_and_choice_exclude_each_other(chosen):
+    with pytest.raises(ValueError, match="swap: choice must be None beside sample, got both"):
+        swap(net(), choice=chosen[1])
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(1), {"x": 1}, "text", {"swapped": 1}])
+def test_other_objects_are_no_choice(wrong):
+    with pytest.raises(TypeError, match=r"swap: choice must be a report's choice, got \w+"):
+        onepass.swap(net(), choice=wrong)
+
+
+# ---- combinations: the report lists what runs, and unswap undoes that ----------------------------
+
+KINDS = ("norm", "attention", "mlp", "rotary", "linear", "loss")
+
+
+def running(model):
+    """(name, kind) of all that runs onepass, from classes and configs alone."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Swapped):
+            found |= {(name, kind) for kind in module._onepass_to}
+        match = matchers.match(module, ("attention",))
+        if match and match.named and by_name.is_attached(module):
+            found.add((name, "attention"))
+    return found
+
+
+@pytest.fixture
+def gains(monkeypatch):
+    """The variants of measurements that gain, each asked once, in the order of the units."""
+    answers = []
+
+    def timed(self, functions, seconds):
+        times = {name: [1.0] * 5 for name in functions}
+        for name in functions:
+            if name != sample.STOCK:
+                times[name] = [0.5 if answers.pop(0) else 2.0] * 5
+        return timing(times)
+
+    judged, verdicts = Plan._judged, {}
+
+    def judged_once(self, key, *args):
+        """For all models of a test."""
+        if key not in verdicts:
+            verdicts[key] = judged(self, key, *args)
+        return verdicts[key]
+
+    monkeypatch.setattr(Plan, "_judged", judged_once)
+    monkeypatch.setattr(sample._Measurement, "_timed", timed)
+    measure_little(monkeypatch)
+    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+    return answers
+
+
+def check(model, report):
+    assert {(e["name"], e["kind"]) for e in report.swapped} == running(model)
+    left = {e["name"] for e in report.skipped} & {name for name, _ in running(model)}
+    for entry in report.skipped:  # what runs for one kind, and not for another, is told apart
+        if entry["name"] in left:
+            kind = entry["reason"].partition(":")[0]
+            assert kind in KINDS and (entry["name"], kind) not in running(model), entry
+
+
+def test_the_report_lists_what_runs(gains):
+    draw = random.Random(1)
+    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(6)]
+    singles = [[number == left for number in range(20)] for left in range(8)]
+    for answers in singles + drawn:
+        gains[:] = answers + [True] * 9
+        model, batch = small_llama()
+        report = onepass.swap(model, sample=batch, kinds=KINDS)
+        check(model, report)
+        restored = {name for name, _ in running(model)}
+        assert {*onepass.unswap(model)} == restored and not running(model)
+
+
+@pytest.mark.parametrize("kind", ["attention", "rotary", "norm"])
+@pytest.mark.parametrize("gain", [True, False])
+def test_what_an_earlier_swap_took_stays(gains, kind, gain):
+    gains[:] = [gain] * 30
+    model, batch = small_llama()
+    onepass.swap(model, kinds=kind)
+    report = onepass.swap(model, sample=batch, kinds=KINDS)
+    check(model, report)
+    assert {entry["kind"] for entry in report.swapped} >= {kind}
+
+
+class Both(nn.Module):
+    """One class for two kinds of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        x = F.linear(x, self.weight)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("kind", ["attention", "linear"])
+def test_a_choice_keeps_kinds_of_one_module_apart(gains, kind):
+    choice = onepass.swap(Both(), kinds=kind).choice
+    model = Both()
+    report = onepass.swap(model, choice=choice)
+    check(model, report)
+    assert [entry["kind"] for entry in report.swapped] == [kind]
+    assert onepass.swap(Both()).choice["swapped"] == [["", "attention"], ["", "linear"]]
+
+
+def test_explain_gives_the_reason_of_the_sample(gains):
+    gains[:] = [False] * 30
+    model, batch = small_llama()
+    onepass.swap(model, sample=batch, kinds=KINDS)
+
+    def reasons():
+        return {entry["reason"] for entry in onepass.explain(model, batch).not_accelerated}
+
+    assert all("no gain on the sample: 0.50" in reason for reason in reasons())
+    onepass.unswap(model)
+    assert reasons() == {"not swapped: onepass.swap(model)"}
