@@ -18,10 +18,9 @@ WIDTH, HEADS, TOKENS = 16, 2, 12
 class Base(nn.Module):
     """Projections; each class below writes its own `attend` of (batch, heads, tokens, dim)."""
 
-    def __init__(self, p: float = 0.0):
+    def __init__(self, p: float = 0.0, width: int = WIDTH, inner: int = WIDTH):
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(width, 3 * inner), nn.Linear(inner, width)
         self.drop = nn.Dropout(p)
         self.register_buffer("causal", torch.ones(64, 64, dtype=torch.bool).tril()[None, None])
 
@@ -31,7 +30,7 @@ class Base(nn.Module):
 
     def forward(self, x):
         y = self.attend(*self.split(x))
-        return self.out(y.transpose(1, 2).reshape(x.shape))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Shortest(Base):
@@ -322,18 +321,6 @@ class HeadGate(Base):
         return einsum("h,bhij->bhij", gate, q @ k.mT * 0.3).softmax(-1) @ v
 
 
-class RowTemperature(Base):
-    """One that keys have, too."""
-
-    def attend(self, q, k, v):
-        return (q @ k.mT * k[..., :1].mT).softmax(-1) @ v
-
-
-class OverQueries(Base):
-    def attend(self, q, k, v):
-        return (q @ k.mT * 0.3).softmax(-2) @ v
-
-
 class Renormalised(Base):
     def attend(self, q, k, v):
         weights = (q @ k.mT * 0.3).softmax(-1)
@@ -353,20 +340,10 @@ class Small(Base):
         return (q @ k.mT * 0.3).masked_fill(blocked, -5.0).softmax(-1) @ v
 
 
-class TurnedScores(Base):
-    def attend(self, q, k, v):
-        return (k @ q.mT * 0.3).mT.softmax(-1) @ v
-
-
 class ByTurnedProbabilities(Base):
     def attend(self, q, k, v):
         weights = (q @ k.mT * 0.3).softmax(-1).mT
         return weights @ v + (weights * 2.0) @ v
-
-
-class LinearAttention(Base):
-    def attend(self, q, k, v):
-        return q.softmax(-1) @ (k.softmax(-2).mT @ v)
 
 
 class Written(Base):
@@ -377,6 +354,28 @@ class Written(Base):
         scores.view(-1, *scores.shape[2:]).add_(1.0)
         scores[..., 0] = -1.0
         return scores.softmax(-1) @ v
+
+
+class RowTemperature(Base):
+    """One that keys have, too."""
+
+    def attend(self, q, k, v):
+        return (q @ k.mT * k[..., :1].mT).softmax(-1) @ v
+
+
+class OverQueries(Base):
+    def attend(self, q, k, v):
+        return (q @ k.mT * 0.3).softmax(-2) @ v
+
+
+class TurnedScores(Base):
+    def attend(self, q, k, v):
+        return (k @ q.mT * 0.3).mT.softmax(-1) @ v
+
+
+class LinearAttention(Base):
+    def attend(self, q, k, v):
+        return q.softmax(-1) @ (k.softmax(-2).mT @ v)
 
 
 LEFT = [

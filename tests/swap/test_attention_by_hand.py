@@ -203,21 +203,10 @@ def test_a_gradient_from_code_that_reads_nothing_raises():
 def test_keys_that_share_an_offset_are_no_reason(monkeypatch):
     """The gradient of the query is less exact there, in torch's own call as well."""
 
-    class Wide(cases.Shortest):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.out = nn.Linear(64, 384), nn.Linear(128, 64)
-
-        def split(self, x):
-            return self.qkv(x).unflatten(-1, (3, cases.HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
-
-        def forward(self, x):
-            return self.out(self.attend(*self.split(x)).transpose(1, 2).flatten(-2))
-
     for seed in range(3):
         torch.manual_seed(seed)
         monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
-        _, ours = swapped(Wide)
+        _, ours = swapped(cases.Shortest, width=64, inner=128)
         with torch.no_grad():
             ours.qkv.bias += 1.0
         ours(torch.randn(4, 256, 64))

@@ -33,7 +33,22 @@ pytestmark = pytest.mark.usefixtures("every_loss_gains")
 
 # ---- reading logits ------------------------------------------------------------------------------
 
+
+def _of_a_file(logits: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save({"logits": logits.detach()}, file)
+    file.seek(0)
+    return torch.load(file)["logits"]
+
+
+def _compiled_mean(logits: torch.Tensor) -> torch.Tensor:
+    return torch.compile(lambda x: x.square().mean(), backend="aot_eager")(logits)
+
+
 READS = {
+    "a file": _of_a_file,
+    "a pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
+    "a deep copy": lambda x: copy.deepcopy(x.detach()),
     "argmax": lambda x: x.argmax(-1),
     "a slice": lambda x: x[:, 1:-1, ::7],
     "one number": lambda x: x[0, 0, 0].item(),
@@ -124,6 +139,7 @@ LOSSES = {
     "of capped ones": lambda out: (torch.tanh(out.logits / 3.0) * 3.0).square().mean(),
     "of a copy that is wider": lambda out: out.logits.double().sin().sum().float(),
     "by a function of autograd": lambda out: _Squares.apply(out.logits),
+    "in compiled code": lambda out: _compiled_mean(out.logits),
     "of the last token": lambda out: out.logits[:, -1].exp().mean(),
 }
 
@@ -218,26 +234,6 @@ def test_second_derivatives_of_logits():
 
     exact = second(copy.deepcopy(stock).double())
     numerics.assert_close(second(model), exact, second(stock))
-
-
-def test_logits_of_a_file_and_of_a_pickle():
-    model, stock = pair()
-    batch = labelled()
-    logits, expected = model(**batch).logits, stock(**batch).logits
-    file = io.BytesIO()
-    torch.save({"logits": logits.detach()}, file)
-    file.seek(0)
-    loaded = torch.load(file)["logits"]
-    assert type(loaded) is torch.Tensor and torch.equal(loaded, expected)
-    assert torch.equal(pickle.loads(pickle.dumps(logits.detach())), expected)
-    assert torch.equal(copy.deepcopy(logits.detach()), expected)
-
-
-def test_what_compiled_code_reads():
-    model, stock = pair()
-    batch = labelled()
-    mean = torch.compile(lambda x: x.square().mean(), backend="aot_eager")
-    assert_same(model, stock, batch, of=lambda out: mean(out.logits))
 
 
 def test_after_the_backward_they_are_there_and_after_the_step_they_are_not():

@@ -21,7 +21,6 @@ from onepass.swapping import by_name, matchers, sample
 from onepass.swapping.classes import Swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
-from onepass.swapping.walk import Choice
 from tests.support.injection import bits
 
 STOCK_COST, FASTER, SLOWER = 1e-3, 0.5e-3, 2e-3
@@ -273,24 +272,6 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
     assert model.config._attn_implementation != "onepass"
 
 
-@pytest.mark.parametrize("kind", ["rotary", "attention"])
-def test_kinds_of_one_module_are_left_out_apart(kind):
-    """A Llama's attention rotates by its class, and attends by the name in its config."""
-    model = small_llama()[0].eval()
-    choice = Choice(None, None, None, None)
-    plan = Plan(model, ("rotary", "attention"), choice, True, False, False, False)
-    modules = {id(change.module) for change in plan.classes} if kind == "rotary" else set()
-    plan.leave_out(modules, Reason.NO_GAIN.format("0.5"), kind == "attention")
-    (left,) = plan.left_out
-    assert left.names == ["model.layers.0.self_attn"] and left.kinds == [kind]
-    (kept,) = {"rotary", "attention"} - {kind}
-    taken = [[left.names[0], kept]]
-    choice = json.loads(json.dumps(sample.Decision(taken, plan.left_out, []).to_dict()))
-    report = onepass.swap(model, kinds=("rotary", "attention"), choice=choice)
-    assert kinds_of(plan.report) == kinds_of(report) == {left.names[0]: kept}
-    assert plan.report.skipped == report.skipped
-
-
 def test_numpy_is_asked_for_by_name(monkeypatch):
     monkeypatch.delitem(sys.modules, "onepass.bench.harness", raising=False)
     monkeypatch.setitem(sys.modules, "numpy", None)
@@ -477,6 +458,9 @@ def test_the_report_lists_what_runs(gains):
         model, batch = small_llama()
         report = onepass.swap(model, sample=batch, kinds=KINDS)
         check(model, report)
+        choice = json.loads(json.dumps(report.choice))
+        repeated = onepass.swap(small_llama()[0], choice=choice, kinds=KINDS)
+        assert repeated.to_dict() == report.to_dict()
         restored = {name for name, _ in running(model)}
         assert {*onepass.unswap(model)} == restored and not running(model)
 

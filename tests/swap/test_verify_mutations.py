@@ -15,8 +15,6 @@ from onepass.swapping.matchers import KINDS
 from tests.swap import attention_by_hand
 from tests.test_conventions import declared_ops
 
-LEAST_NORM = dict(small_calls.LEAST_NORM)  # a fixture of all tests removes them
-
 
 class Wrong(TorchDispatchMode):
     """Scales the results of one operator of onepass, and notes which there are."""
@@ -142,25 +140,3 @@ def test_every_kind_is_here():
     declared = {name.removeprefix("onepass::") for name in declared_ops()}
     forward = {name for name in declared if name.endswith(("_forward", "linear_loss"))}
     assert expected == forward - {"branch_forward", "causal_conv1d_forward"}  # no swap calls these
-
-
-def test_a_wrong_operator_is_found_in_small_calls_too(monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_NORM", LEAST_NORM)
-    report = onepass.swap(nn.Sequential(nn.LayerNorm(64)))
-    x = torch.randn(4, 64)
-    with Wrong() as mode:
-        assert report.verify(x).ok
-    assert len(mode.seen) == 2  # forward and backward
-    for name in mode.seen:
-        with Wrong(name):
-            assert report.verify(x).ok is False
-
-
-@pytest.mark.parametrize("name", ["norm", "dropout"])
-def test_what_rounding_to_16_bits_hides_exceeds_the_bound_of_its_kernel(name):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 64))
-    report = onepass.swap(model.bfloat16(), kinds=("norm", "dropout"))
-    with Wrong(f"{name}_forward", 1.02):
-        shares = report.verify(torch.randn(256, 64).bfloat16()).shares
-    assert shares["layer_norm" if name == "norm" else name] > 1.0
