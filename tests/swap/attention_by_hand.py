@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,11 @@ class Base(nn.Module):
     def forward(self, x):
         y = self.attend(*self.split(x))
         return self.out(y.transpose(1, 2).flatten(2))
+
+
+def by_hand(attend: Callable) -> type[Base]:
+    """The class with this `attend`, a function without `self`."""
+    return type(attend.__name__, (Base,), {"attend": staticmethod(attend)})
 
 
 class Shortest(Base):
@@ -89,17 +95,15 @@ class Timm(Base):
         return self.drop(attn) @ v
 
 
-class EinsumOfTokensFirst(Base):
-    def attend(self, q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        weights = torch.einsum("bihd,bjhd->bhij", [q, k]).div(2.0).softmax(dim=3)
-        return torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2)
+def einsum_of_tokens_first(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = torch.einsum("bihd,bjhd->bhij", [q, k]).div(2.0).softmax(dim=3)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2)
 
 
-class OneKeyHead(Base):
-    def attend(self, q, k, v):
-        sim = einsum("b h i d, b j d -> b h i j", q, k[:, 0])
-        return einsum("b h i j, b j d -> b h i d", sim.softmax(-1), v[:, 0])
+def one_key_head(q, k, v):
+    sim = einsum("b h i d, b j d -> b h i j", q, k[:, 0])
+    return einsum("b h i j, b j d -> b h i d", sim.softmax(-1), v[:, 0])
 
 
 class Bart(Base):
@@ -164,13 +168,11 @@ class Alibi(Base):
         return scores.softmax(-1) @ v
 
 
-class Frames(Base):
+def frames(q, k, v):
     """Five dimensions: the tokens are cut into frames."""
-
-    def attend(self, q, k, v):
-        q, k, v = (x.unflatten(2, (3, -1)).transpose(1, 2) for x in (q, k, v))
-        y = (q @ k.mT * 0.3).softmax(-1) @ v
-        return y.transpose(1, 2).flatten(2, 3)
+    q, k, v = (x.unflatten(2, (3, -1)).transpose(1, 2) for x in (q, k, v))
+    y = (q @ k.mT * 0.3).softmax(-1) @ v
+    return y.transpose(1, 2).flatten(2, 3)
 
 
 def attention(query, key, value, mask=None, dropout=None):
@@ -229,15 +231,13 @@ class PartialSoftmax(Base):
         return self.drop(self.normalise(q @ k.mT * 0.3, dim=-1)).type(v.dtype) @ v
 
 
-class OnlyAScale(Base):
+def only_a_scale(q, k, v):
     """baddbmm without its first argument."""
-
-    def attend(self, q, k, v):
-        batch, heads, tokens, dim = q.shape
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        nothing = torch.empty(len(q), tokens, tokens, dtype=q.dtype)
-        scores = torch.baddbmm(nothing, q, k.mT, beta=0, alpha=0.3)
-        return torch.bmm(scores.softmax(-1), v).view(batch, heads, tokens, dim)
+    batch, heads, tokens, dim = q.shape
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    nothing = torch.empty(len(q), tokens, tokens, dtype=q.dtype)
+    scores = torch.baddbmm(nothing, q, k.mT, beta=0, alpha=0.3)
+    return torch.bmm(scores.softmax(-1), v).view(batch, heads, tokens, dim)
 
 
 class OneTemperature(Base):
@@ -274,9 +274,9 @@ class Copied(Base):
 
 
 TAKEN = [
-    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, EinsumOfTokensFirst, OneKeyHead, Bart,
-    Swin, Gemma2, Padded, Alibi, Frames, Annotated, SoftmaxMadeInPlace, PartialSoftmax, OnlyAScale,
-    OneTemperature, ValuesFirst, Copied,
+    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Bart, Swin, Gemma2, Padded, Alibi,
+    Annotated, SoftmaxMadeInPlace, PartialSoftmax, OneTemperature, ValuesFirst, Copied,
+    *map(by_hand, (einsum_of_tokens_first, one_key_head, frames, only_a_scale)),
 ]  # fmt: skip
 
 
@@ -299,11 +299,10 @@ class ReadBranch(Read):
         return super().attend(q, k, v)
 
 
-class TopKeys(Base):
-    def attend(self, q, k, v):
-        scores = q @ k.mT * 0.3
-        least = scores.topk(4, dim=-1).values[..., -1:]
-        return scores.masked_fill(scores < least, -math.inf).softmax(-1) @ v
+def top_keys(q, k, v):
+    scores = q @ k.mT * 0.3
+    least = scores.topk(4, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < least, -math.inf).softmax(-1) @ v
 
 
 class TalkingHeads(Base):
@@ -315,23 +314,20 @@ class TalkingHeads(Base):
         return self.talk(q @ k.mT * 0.3).softmax(-1) @ v
 
 
-class HeadGate(Base):
-    def attend(self, q, k, v):
-        gate = torch.linspace(0.5, 1.0, HEADS, dtype=q.dtype)
-        return einsum("h,bhij->bhij", gate, q @ k.mT * 0.3).softmax(-1) @ v
+def head_gate(q, k, v):
+    gate = torch.linspace(0.5, 1.0, HEADS, dtype=q.dtype)
+    return einsum("h,bhij->bhij", gate, q @ k.mT * 0.3).softmax(-1) @ v
 
 
-class Renormalised(Base):
-    def attend(self, q, k, v):
-        weights = (q @ k.mT * 0.3).softmax(-1)
-        return weights / weights.sum(-2, keepdim=True) @ v
+def renormalised(q, k, v):
+    weights = (q @ k.mT * 0.3).softmax(-1)
+    return weights / weights.sum(-2, keepdim=True) @ v
 
 
-class WithoutKeys(Base):
-    def attend(self, q, k, v):
-        blocked = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
-        blocked[3] = True
-        return (q @ k.mT * 0.3).masked_fill(blocked, -1e9).softmax(-1) @ v
+def without_keys(q, k, v):
+    blocked = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+    blocked[3] = True
+    return (q @ k.mT * 0.3).masked_fill(blocked, -1e9).softmax(-1) @ v
 
 
 class Small(Base):
@@ -340,47 +336,41 @@ class Small(Base):
         return (q @ k.mT * 0.3).masked_fill(blocked, -5.0).softmax(-1) @ v
 
 
-class ByTurnedProbabilities(Base):
-    def attend(self, q, k, v):
-        weights = (q @ k.mT * 0.3).softmax(-1).mT
-        return weights @ v + (weights * 2.0) @ v
+def by_turned_probabilities(q, k, v):
+    weights = (q @ k.mT * 0.3).softmax(-1).mT
+    return weights @ v + (weights * 2.0) @ v
 
 
-class Written(Base):
+def written(q, k, v):
     """Writes into a view of its scores."""
-
-    def attend(self, q, k, v):
-        scores = q @ k.mT * 0.3
-        scores.view(-1, *scores.shape[2:]).add_(1.0)
-        scores[..., 0] = -1.0
-        return scores.softmax(-1) @ v
+    scores = q @ k.mT * 0.3
+    scores.view(-1, *scores.shape[2:]).add_(1.0)
+    scores[..., 0] = -1.0
+    return scores.softmax(-1) @ v
 
 
-class RowTemperature(Base):
+def row_temperature(q, k, v):
     """One that keys have, too."""
-
-    def attend(self, q, k, v):
-        return (q @ k.mT * k[..., :1].mT).softmax(-1) @ v
+    return (q @ k.mT * k[..., :1].mT).softmax(-1) @ v
 
 
-class OverQueries(Base):
-    def attend(self, q, k, v):
-        return (q @ k.mT * 0.3).softmax(-2) @ v
+def over_queries(q, k, v):
+    return (q @ k.mT * 0.3).softmax(-2) @ v
 
 
-class TurnedScores(Base):
-    def attend(self, q, k, v):
-        return (k @ q.mT * 0.3).mT.softmax(-1) @ v
+def turned_scores(q, k, v):
+    return (k @ q.mT * 0.3).mT.softmax(-1) @ v
 
 
-class LinearAttention(Base):
-    def attend(self, q, k, v):
-        return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+def linear_attention(q, k, v):
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
 
 
+OF_ONE_CALL = [by_hand(without_keys), by_hand(linear_attention)]  # the next may be taken
 LEFT = [
-    Read, TopKeys, TalkingHeads, HeadGate, RowTemperature, OverQueries, Renormalised, WithoutKeys,
-    Small, TurnedScores, ByTurnedProbabilities, LinearAttention, Written,
+    Read, TalkingHeads, Small, *OF_ONE_CALL,
+    *map(by_hand, (top_keys, head_gate, row_temperature, over_queries, renormalised, turned_scores,
+                   by_turned_probabilities, written)),
 ]  # fmt: skip
 
 
@@ -401,7 +391,7 @@ def capped(scores: Tensor, limit: float) -> Tensor:
 
 
 @torch.jit.script
-def written(scores: Tensor) -> Tensor:
+def doubled(scores: Tensor) -> Tensor:
     return scores.mul_(2.0)
 
 
@@ -423,7 +413,7 @@ class Unfollowed(Base):
         if self.way == "twice":
             scores = scores.sin() + capped(scores, 5.0) + Doubled.apply(scores)
         elif self.way == "writes":
-            written(scores)
+            doubled(scores)
             scores = scores + scores.sin()
         else:
             scores = capped(scores, 5.0) if self.way == "script" else Doubled.apply(scores)

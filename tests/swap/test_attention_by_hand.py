@@ -46,8 +46,7 @@ def test_left_alone(cls, monkeypatch):
     stock, ours = swapped(cls)
     assert_same(stock, ours, [tokens() for _ in range(4)])
     assert fate(ours).taken == 0 and fate(ours).reason
-    of_one_call = cls in (cases.WithoutKeys, cases.LinearAttention)
-    assert fate(ours).is_left is not of_one_call, fate(ours).reason
+    assert fate(ours).is_left is (cls not in cases.OF_ONE_CALL), fate(ours).reason
 
 
 BFLOAT16 = [(cls, torch.bfloat16) for cls in cases.TAKEN if cls is not cases.Alibi]

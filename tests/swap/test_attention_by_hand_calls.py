@@ -56,22 +56,11 @@ OTHER_ARGUMENTS = {
 }  # fmt: skip
 
 
-class Other(cases.Base):
-    """Calls torch's functions with arguments by other names and places."""
-
-    call = ""
-
-    def attend(self, q, k, v):
-        is_usual = not self.call
-        return torch.softmax(q @ k.mT, -1) @ v if is_usual else OTHER_ARGUMENTS[self.call](q, k, v)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", OTHER_ARGUMENTS)
-def test_other_arguments(call, dtype, monkeypatch):
-    monkeypatch.setattr(Other, "call", call)
-    stock, ours = swapped(Other)
-    stock, ours = stock.to(dtype), ours.to(dtype)
+def test_other_arguments(call, dtype):
+    """By other names and places."""
+    stock, ours = (m.to(dtype) for m in swapped(cases.by_hand(OTHER_ARGUMENTS[call])))
     assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
 
 
@@ -149,13 +138,11 @@ def test_other_dtypes():
     """Of a view, and of a softmax."""
     found = []
 
-    class Kept(cases.Base):
-        def attend(self, q, k, v):
-            bits = (q @ k.mT).view(torch.int16)
-            found.append((bits, torch.softmax(q @ k.mT, -1, torch.float32)))
-            return found[-1][1].to(v.dtype) @ v
+    def attend(q, k, v):
+        found.append(((q @ k.mT).view(torch.int16), torch.softmax(q @ k.mT, -1, torch.float32)))
+        return found[-1][1].to(v.dtype) @ v
 
-    stock, ours = (module.bfloat16() for module in swapped(Kept))
+    stock, ours = (module.bfloat16() for module in swapped(cases.by_hand(attend)))
     x = tokens(dtype=torch.bfloat16)
     stock(x), ours(x)
     assert fate(ours).taken and torch.equal(found[1][0], found[0][0])
@@ -254,11 +241,10 @@ FOLLOWED_BY_A_WRITE = {
 def test_a_write_after_the_next_step(write, mode):
     """What follows from scores before they are written has their old numbers; a view the new."""
 
-    class Written(cases.Base):
-        def attend(self, q, k, v):
-            return FOLLOWED_BY_A_WRITE[write](q @ k.mT).tanh().softmax(-1) @ v
+    def attend(q, k, v):
+        return FOLLOWED_BY_A_WRITE[write](q @ k.mT).tanh().softmax(-1) @ v
 
-    stock, ours = swapped(Written)
+    stock, ours = swapped(cases.by_hand(attend))
     inputs = [tokens() for _ in range(4)]
     if mode is torch.enable_grad:
         assert_same(stock, ours, inputs)
@@ -270,17 +256,18 @@ def test_a_write_after_the_next_step(write, mode):
 def test_a_write_of_dropped_probabilities_after_the_next_step_raises():
     """They cannot be drawn again."""
 
-    class Written(cases.Base):
-        def attend(self, q, k, v):
-            dropped = F.dropout((q @ k.mT).softmax(-1), 0.5)
-            self.kept = dropped.bfloat16()
-            dropped.mul_(3.0)
-            return dropped @ v
+    kept = []
 
-    _, ours = swapped(Written)
+    def attend(q, k, v):
+        dropped = F.dropout((q @ k.mT).softmax(-1), 0.5)
+        kept.append(dropped.bfloat16())
+        dropped.mul_(3.0)
+        return dropped @ v
+
+    _, ours = swapped(cases.by_hand(attend))
     ours(tokens())
     with pytest.raises(RuntimeError, match="must not be written before what follows"):
-        ours.kept.sum()
+        kept[0].sum()
 
 
 @pytest.mark.parametrize("seed", range(8))
