@@ -8,6 +8,18 @@ from onepass._policy import small_calls
 from onepass.swapping import matchers, verify
 from tests.swap.linear_calls import SLOW, set_facts
 
+BOUNDS = {  # a fixture of all tests removes them
+    name: dict(getattr(small_calls, name))
+    for name in ("LEAST_NORM", "LEAST_ATTENTION", "LEAST_LINEAR")
+}
+
+
+@pytest.fixture
+def users_bounds(swapped_run_ours, monkeypatch):
+    """Small calls are torch's, as for users."""
+    for name, bound in BOUNDS.items():
+        monkeypatch.setattr(small_calls, name, bound)
+
 
 @pytest.fixture
 def slow_products(monkeypatch):

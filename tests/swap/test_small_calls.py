@@ -11,20 +11,14 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass import _dispatch_log
 from onepass._policy import small_calls
+from tests.swap.conftest import BOUNDS
 from tests.swap.foreign_norms import LayerNormOverridden
 
-BOUNDS = {  # a fixture of all tests removes them
-    name: dict(getattr(small_calls, name))
-    for name in ("LEAST_NORM", "LEAST_ATTENTION", "LEAST_LINEAR")
-}
 LEAST, LEAST_ATTENTION, LEAST_LINEAR = BOUNDS.values()
 TRAINING, INFERENCE = LEAST[torch.float32]
 
 
-@pytest.fixture(autouse=True)
-def real_bounds(swapped_run_ours, one_thread, monkeypatch):
-    for name, bound in BOUNDS.items():
-        monkeypatch.setattr(small_calls, name, bound)
+pytestmark = pytest.mark.usefixtures("users_bounds", "one_thread")
 
 
 class Attention(nn.Module):
@@ -197,45 +191,35 @@ def test_one_row_by_a_transposed_weight_is_torchs(slow_products):
 def test_the_bounds_of_linear(slow_products, monkeypatch):
     """By rows in float32, and by multiply-adds, with low bounds in 16 bits where torch is slow."""
 
-    def swapped(*sizes: int) -> nn.Linear:
-        linear = nn.Linear(*sizes)
-        assert small_calls.LINEAR_NOTE in onepass.swap(linear, kinds="linear").notes
-        return linear
+    def check(sizes, taken, left, dtype=torch.float32, gradients=True, threads=1):
+        module = nn.Linear(*sizes)
+        assert small_calls.LINEAR_NOTE in onepass.swap(module, kinds="linear").notes
+        torch.set_num_threads(threads)
+        for rows in (*taken, *left):
+            with torch.set_grad_enabled(gradients):
+                x = torch.randn(1, rows, sizes[0], dtype=dtype)
+                kernel = kernel_of(module.to(dtype), x)
+            ours = ("linear_kernel", "linear_few_rows_kernel")
+            assert kernel in (ours if rows in taken else ["torch.nn.functional.linear"]), rows
 
-    module = swapped(256, 512)
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 1)  # of a machine with AVX-512
-
-    def ours(rows: int, dtype=torch.float32) -> bool:
-        kernel = kernel_of(module.to(dtype), torch.randn(1, rows, module.in_features, dtype=dtype))
-        own = ("linear_kernel", "linear_few_rows_kernel")
-        assert kernel in (*own, "torch.nn.functional.linear"), kernel
-        return kernel in own
-
+    wide, square, large = (256, 512), (512, 512), (2048, 2048)
     least = LEAST_LINEAR[torch.float32][0] // (256 * 512)
-    assert ours(least) and not ours(least - 2)
-    torch.set_num_threads(2)
-    assert ours(2 * least) and not ours(2 * least - 2)
-    assert ours(2, torch.bfloat16) and ours(2, torch.float16)
-    module = swapped(64, 64)
-    assert ours(32, torch.bfloat16) and not ours(30, torch.bfloat16)
-    with torch.no_grad():
-        assert ours(8, torch.float16) and not ours(6, torch.float16)
-        module = swapped(256, 512)
-        assert ours(2, torch.bfloat16) and not ours(1, torch.bfloat16)
-    assert ours(1, torch.bfloat16)  # whose backward is slow in torch
-    module = swapped(512, 512)
+    check(wide, [least], [least - 2])
+    check(wide, [2 * least], [2 * least - 2], threads=2)
+    for dtype in (torch.bfloat16, torch.float16):
+        check(wide, [2], [], dtype, threads=2)
+    check((64, 64), [32], [30], torch.bfloat16, threads=2)
+    check((64, 64), [8], [6], torch.float16, gradients=False, threads=2)
+    check(wide, [2], [1], torch.bfloat16, gradients=False, threads=2)
+    check(wide, [1], [], torch.bfloat16, threads=2)  # whose backward is slow in torch
     least, most = 2 * small_calls.LEAST_IN_PLACE // 512**2, small_calls.ROWS_IN_PLACE[-1]
-    for with_gradients in (True, False):
-        with torch.set_grad_enabled(with_gradients):
-            assert ours(least) and not ours(least - 1)
-            assert ours(most) and not ours(most + 1)
-    module = swapped(2048, 2048)
-    with torch.no_grad():
-        assert ours(2) and not ours(1)  # of which the weight may lie in a cache
+    for gradients in (True, False):
+        check(square, [least, most], [least - 1, most + 1], gradients=gradients, threads=2)
+    check(large, [2], [1], gradients=False, threads=2)  # of which the weight may lie in a cache
     monkeypatch.setattr(small_calls, "LEAST_ROWS", 256)  # of a machine without AVX-512
-    assert ours(2) and ours(12) and not ours(13) and not ours(255) and ours(256)
-    assert ours(13, torch.bfloat16)
+    check(large, [2, 12, 256], [13, 255], threads=2)
+    check(large, [13], [], torch.bfloat16, threads=2)
     monkeypatch.setattr(small_calls, "LEAST_LINEAR", {torch.float32: (1, 1)})
-    assert ours(2) and not ours(1)
-    with torch.no_grad():
-        assert ours(1)
+    check(large, [2], [1], threads=2)
+    check(large, [1], [], gradients=False, threads=2)
