@@ -53,19 +53,19 @@ def make(name: str = "Llama") -> nn.Module:
     return model
 
 
-def pair(name: str = "Llama", lazy_logits: bool = True) -> tuple[nn.Module, nn.Module]:
-    """(swapped, stock)"""
-    stock = make(name)
-    model = copy.deepcopy(stock)
-    onepass.swap(model, kinds="loss", lazy_logits=lazy_logits, strict=True)
-    return model, stock
-
-
 def labelled(rows: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
     ids = torch.randint(1, VOCABULARY, (rows, length))
     labels = ids.clone()
     labels[:, :2] = -100
     return dict(input_ids=ids, labels=labels)
+
+
+def pair(name: str = "Llama", lazy_logits: bool = True) -> tuple[nn.Module, nn.Module, dict]:
+    """(swapped, stock, a batch)"""
+    stock = make(name)
+    model = copy.deepcopy(stock)
+    onepass.swap(model, kinds="loss", lazy_logits=lazy_logits, strict=True)
+    return model, stock, labelled()
 
 
 def waits(logits: torch.Tensor) -> bool:

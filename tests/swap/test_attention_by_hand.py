@@ -18,8 +18,7 @@ from onepass._policy import small_calls
 from onepass.swapping import by_hand_proof
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
-from tests.swap.attention_by_hand import TOKENS, WIDTH, NanoGPT
-from tests.swap.attention_by_hand_checks import assert_same, swapped, tokens
+from tests.swap.attention_by_hand import TOKENS, WIDTH, NanoGPT, assert_same, swapped, tokens
 from tests.swap.reported import operators
 
 BY_HAND = [*cases.TAKEN, *cases.LEFT]

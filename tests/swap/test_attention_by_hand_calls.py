@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from onepass.swapping.by_hand import fate
 from tests.swap import attention_by_hand as cases
-from tests.swap.attention_by_hand_checks import assert_same, outcome, swapped, tokens
+from tests.swap.attention_by_hand import assert_same, outcome, swapped, tokens
 
 
 class Modes(cases.Base):

@@ -157,8 +157,8 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 @on_both
 def test_the_arguments_of_the_loss(name, lazy):
-    model, stock = pair("Llama", lazy)
-    batch = ARGUMENTS[name](labelled())
+    model, stock, batch = pair("Llama", lazy)
+    batch = ARGUMENTS[name](batch)
     assert count(lambda: model(**batch)) == 1
     assert count(lambda: model(**batch, return_dict=False)) == 1
     assert_same(model, stock, batch)
@@ -173,24 +173,21 @@ def test_float16():
 
 
 def test_batches_without_a_target():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     nothing = dict(batch, labels=torch.full_like(batch["labels"], -100))
     assert model(**nothing).loss.isnan() and stock(**nothing).loss.isnan()
     assert model(**nothing, num_items_in_batch=7).loss == 0.0
 
 
 def test_a_target_that_is_no_word():
-    model, _ = pair()
-    batch = labelled()
+    model, _, batch = pair()
     batch["labels"][0, 5] = VOCABULARY
     with pytest.raises(RuntimeError, match="target must lie between 0 and 599"):
         model(**batch)
 
 
 def test_labels_by_their_place_and_of_another_length():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     ids, labels = batch["input_ids"], batch["labels"]
     assert waits(model(ids, None, None, None, None, labels).logits)
     for m in (model, stock):
@@ -207,12 +204,12 @@ def test_accumulated_batches():
         for batch in batches:
             m(**batch, num_items_in_batch=items).loss.backward()
 
-    assert_same_steps(*pair(), step)
+    model, stock, _ = pair()
+    assert_same_steps(model, stock, step)
 
 
 def test_under_autocast():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
 
     def autocast(m, given):
         with torch.autocast("cpu", torch.bfloat16):
@@ -233,8 +230,7 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_as_a_whole(use_reentrant):
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     embedded = stock.model.embed_tokens(batch["input_ids"]).detach()
 
     def step(m):
@@ -275,7 +271,7 @@ CHANGES = {  # and whether logits wait then
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_models_that_change_after_the_swap(name):
-    model, stock = pair()
+    model, stock, _ = pair()
     change, lazy = CHANGES[name]
     for m in (model, stock):
         change(m.train())
@@ -286,8 +282,7 @@ def test_models_that_change_after_the_swap(name):
 
 def test_a_loss_function_of_the_user_stays():
     """Its call of F.cross_entropy is redirected."""
-    model, stock = pair("Llama", False)
-    batch = labelled()
+    model, stock, batch = pair("Llama", False)
     ours = model(**batch).loss
     model.loss_function = own_loss
     logits = model(**batch).logits
@@ -327,8 +322,7 @@ def test_a_swapped_model_generates_and_is_saved_as_before(tmp_path):
 
 
 def test_without_labels_or_gradients():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     assert type(model(batch["input_ids"]).logits) is torch.Tensor
     with torch.no_grad():
         output = model(**batch)
@@ -341,7 +335,7 @@ def test_without_labels_or_gradients():
 
 def test_without_numbers():
     """On the meta device, where tensors have no data."""
-    model, _ = pair()
+    model, *_ = pair()
     batch = {name: x.to("meta") for name, x in labelled().items()}
     output = model.to("meta")(**batch)
     assert type(output.logits) is torch.Tensor
@@ -353,10 +347,10 @@ def test_few_logits(monkeypatch):
     (chunk,) = re.findall(r"kChunkBytes = (\d+);", kernels.read_text())
     assert int(chunk) == CHUNK_OF_WORD
     monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", CHUNK_OF_WORD)
-    model, _ = pair()
+    model, *_ = pair()
     assert type(model(**labelled(2, 128)).logits) is torch.Tensor
     assert waits(model(**labelled(3, 128)).logits)
-    model, _ = pair()
+    model, *_ = pair()
     model.bfloat16()  # a chunk has 512 rows, sums of gradients the bytes of 32 more
     assert type(model(**labelled(2, 136)).logits) is torch.Tensor
     assert waits(model(**labelled(2, 137)).logits)
@@ -371,8 +365,7 @@ def test_few_logits(monkeypatch):
 
 @on_both
 def test_compiled(lazy):
-    model, stock = pair("Llama", lazy)
-    batch = labelled()
+    model, stock, batch = pair("Llama", lazy)
     output = torch.compile(model, fullgraph=True, backend="eager")(**batch)
     assert type(output.logits) is torch.Tensor
     exact = copy.deepcopy(stock).double()(**batch).loss

@@ -82,8 +82,7 @@ READS = {
 
 @pytest.mark.parametrize("name", READS)
 def test_reading_logits(name):
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     read = READS[name]
     found, expected = read(model(**batch).logits), read(stock(**batch).logits)
     if isinstance(expected, torch.Tensor):
@@ -103,8 +102,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_that_changes_in_place_is_refused(name):
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     logits = model(**batch).logits.detach()
     with pytest.raises(RuntimeError, match=f"lazy logits: aten.{name} must not change them"):
         SHAPES[name](logits)
@@ -112,8 +110,7 @@ def test_a_shape_that_changes_in_place_is_refused(name):
 
 
 def test_what_is_written_stays():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
 
     def read(m):
         output = m(**batch)
@@ -161,7 +158,7 @@ class _Squares(torch.autograd.Function):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("of", ["Llama", "Phi", "Gemma2"])
 def test_gradients_of_logits(name, of):
-    model, stock = pair(of)
+    model, stock, _ = pair(of)
     assert_same(model, stock, labelled(), of=LOSSES[name])
 
 
@@ -199,8 +196,7 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_models_loss_of_logits_with_another_graph(name):
     """The loss function is called by hand: gradients go where stock's go."""
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     leaves = []
 
     def step(m):
@@ -215,7 +211,7 @@ def test_the_models_loss_of_logits_with_another_graph(name):
 
 
 def test_detached_logits_keep_no_graph():
-    model, _ = pair()
+    model, *_ = pair()
     output = model(**labelled(), output_hidden_states=True)
     kept, embedded = output.logits.detach(), weakref.ref(output.hidden_states[0])
     del output
@@ -224,8 +220,7 @@ def test_detached_logits_keep_no_graph():
 
 
 def test_second_derivatives_of_logits():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
 
     def second(m):
         loss = m(**batch).logits.sin().mean()
@@ -237,8 +232,7 @@ def test_second_derivatives_of_logits():
 
 
 def test_after_the_backward_they_are_there_and_after_the_step_they_are_not():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = stock(**batch).logits
     early, late = model(**batch), model(**batch)
@@ -280,15 +274,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("use", "message"), REFUSED)
 def test_refused(use, message):
-    model, _ = pair()
+    model, *_ = pair()
     with pytest.raises(RuntimeError, match=message):
         use(model, model(**labelled(), output_hidden_states=True))
 
 
 def test_hooks_of_torch_on_each_output():
     """Hooks of ModuleTracker, which torch's flop counter uses."""
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     counts = []
     for m in (model, stock):
         with FlopCounterMode(display=False) as counter:
@@ -299,8 +292,7 @@ def test_hooks_of_torch_on_each_output():
 
 
 def test_hooks_on_the_model():
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     seen = []
 
     def forward_hook(module, args, output):
@@ -334,8 +326,7 @@ def backward(batch: dict):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_replicated(options, fsdp):
     """With some options DDP copies the outputs of a forward, and so reads the logits."""
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     replicated = nn.parallel.DistributedDataParallel(model, **options)
     assert waits(replicated(**batch).logits) is not bool(options)
 
@@ -350,8 +341,7 @@ def test_replicated(options, fsdp):
 @pytest.mark.parametrize("of_its_own", [False, True], ids=["with the model", "of its own"])
 def test_sharded(of_its_own, resharded, fsdp):
     """By FSDP, which has a hook on each output, and may free the weight after the forward."""
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     if of_its_own:
         fsdp.fully_shard(model.lm_head, mesh=mesh)
@@ -371,8 +361,7 @@ def test_sharded(of_its_own, resharded, fsdp):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original parameters"])
 def test_sharded_by_the_first_fsdp(original, fsdp):
-    model, stock = pair()
-    batch = labelled()
+    model, stock, batch = pair()
     cpu = torch.device("cpu")
     sharded = fsdp.FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
     output = sharded(**batch)
