@@ -138,12 +138,6 @@ def test_what_gains_alike_is_not_named_as_most_of_the_gain(costs):
     assert not any("times" in note for note in onepass.swap(Net()).notes)  # not measured
 
 
-def test_no_difference_is_no_gain(costs):
-    costs["cost"] = lambda module: STOCK_COST
-    model = Net()
-    assert not swap(model).swapped and not swapped_in(model)
-
-
 @pytest.mark.parametrize("shares", [(0.95, 1.03), (1e3,)], ids=["no difference", "loss"])
 def test_what_gains_nothing_together_is_left_out(costs, shares):
     """Every norm gains alone; a model that holds them has other costs, shares of the gain."""

@@ -337,7 +337,7 @@ class Cached(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.norm, self.linear, self.drop = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.1)
         self.biases = nn.Parameter(torch.randn(5))
         self.cache: dict[str, torch.Tensor] = {}
         self.batch_norm = nn.BatchNorm1d(8)
@@ -360,7 +360,7 @@ class Cached(nn.Module):
             if "cpu" not in self.cache:
                 self.cache["cpu"] = self.biases[[0, 1, 2, 3, 4, 0, 1, 2]]
             bias = self.cache["cpu"]
-        return self.batch_norm(self.linear(self.norm(x)) + bias)
+        return self.batch_norm(self.drop(self.linear(self.norm(x))) + bias)
 
 
 def snapshot(model):

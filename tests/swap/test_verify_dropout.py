@@ -40,29 +40,30 @@ class Eager(nn.Module):
         self.norm, self.qkv, self.p = nn.LayerNorm(32), nn.Linear(32, 96), p
 
     def forward(self, x):
-        query, key, value = self.qkv(self.norm(x)).view(3, 10, 4, 24).transpose(1, 2).chunk(3, -1)
-        weights = F.softmax(query @ key.mT / 8**0.5, -1)
-        weights = F.dropout(weights, self.p, self.training)
-        return x + (weights @ value).transpose(1, 2).flatten(-2)
+        heads = self.qkv(self.norm(x)).view(3, 10, 4, 24).transpose(1, 2).chunk(3, -1)
+        return x + self.attended(heads, self.p * self.training).transpose(1, 2).flatten(-2)
+
+    def attended(self, heads, p):
+        query, key, value = heads
+        return F.dropout(F.softmax(query @ key.mT / 8**0.5, -1), p) @ value
 
 
 class Fused(Eager):
     """The same where onepass calls its attention by name, as after `attach`."""
 
-    def forward(self, x):
-        if type(self.norm) is nn.LayerNorm:
-            return super().forward(x)
-        heads = self.qkv(self.norm(x)).view(3, 10, 4, 24).transpose(1, 2).chunk(3, -1)
-        return x + self.attended(heads, self.p * self.training).transpose(1, 2).flatten(-2)
-
     def attended(self, heads, p):
+        if type(self.norm) is nn.LayerNorm:
+            return super().attended(heads, p)
+        return self.fused(heads, p)
+
+    def fused(self, heads, p):
         return onepass.functional.scaled_dot_product_attention(*heads, dropout_p=p)
 
 
 class Packed(Fused):
     """As a packed sequence, whose masks have other shapes."""
 
-    def attended(self, heads, p):
+    def fused(self, heads, p):
         rows = (x.transpose(1, 2).flatten(0, 1) for x in heads)
         first = torch.arange(0, 31, 10, dtype=torch.int32)
         y = onepass.functional.varlen_attention(*rows, first, first, 10, 10, dropout_p=p)
