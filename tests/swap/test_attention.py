@@ -76,7 +76,7 @@ def test_calls_are_found_and_redirected(cls):
 
 
 def test_torchs_namespace_is_untouched():
-    """During a call, after it, and after one that raises."""
+    """It stays during a call, after it, and after one that raises."""
     before, model, seen = F.scaled_dot_product_attention, Plain(), []
     onepass.swap(model)
     model.qkv.register_forward_hook(lambda *_: seen.append(F.scaled_dot_product_attention))

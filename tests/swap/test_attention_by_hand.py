@@ -54,7 +54,7 @@ AUTOCAST = (cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm)
 
 @pytest.mark.parametrize(("cls", "dtype"), [*BFLOAT16, *((c, torch.float32) for c in AUTOCAST)])
 def test_16_bits(cls, dtype):
-    """Of the module, or by autocast."""
+    """The module's dtype, or autocast's."""
     stock, ours = (module.to(dtype) for module in swapped(cls))
     autocast = {} if dtype is torch.bfloat16 else dict(dtype=torch.bfloat16)
     assert_same(stock, ours, [tokens(dtype=dtype) for _ in range(4)], **autocast)

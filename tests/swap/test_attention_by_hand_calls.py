@@ -59,7 +59,7 @@ OTHER_ARGUMENTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", OTHER_ARGUMENTS)
 def test_other_arguments(call, dtype):
-    """By other names and places."""
+    """Names and places other than the usual ones."""
     stock, ours = (m.to(dtype) for m in swapped(cases.by_hand(OTHER_ARGUMENTS[call])))
     assert_same(stock, ours, [tokens(8, dtype=dtype) for _ in range(8)])
 
@@ -135,7 +135,7 @@ def test_layout_of_the_output(call):
 
 
 def test_other_dtypes():
-    """Of a view, and of a softmax."""
+    """The dtypes of a view and of a softmax."""
     found = []
 
     def attend(q, k, v):

@@ -313,7 +313,7 @@ def test_hooks_on_the_model():
 
 @pytest.fixture
 def fsdp(tmp_path):
-    """In a group of one process."""
+    """The module, within a group of one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield pytest.importorskip("torch.distributed.fsdp")
     dist.destroy_process_group()

@@ -189,7 +189,7 @@ FORMS = [lambda x: (x,), lambda x: [x], lambda x: {"x": x, "scale": 2.0}]
 
 @pytest.mark.parametrize("form", FORMS, ids=["tuple", "list", "keywords"])
 def test_forms_of_samples(costs, form):
-    """In a dry run, which measures and changes nothing."""
+    """A dry run measures and changes nothing."""
     model = Keyworded()
     assert len(swap(model, sample=form(batch()), dry_run=True).swapped) == 3
     assert not swapped_in(model)

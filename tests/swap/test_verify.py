@@ -375,7 +375,7 @@ def snapshot(model):
 
 @pytest.mark.parametrize("mode", ["train", "eval", "eval, run before"])
 def test_leaves_no_trace(mode):
-    """Of caches in eval mode, gradients, buffers and random numbers, whatever the mode of parts."""
+    """Caches of eval mode, gradients, buffers and random numbers stay, in any mode of parts."""
     model = Cached().train(mode == "train")
     x = torch.randn(6, 8)
     if mode == "eval, run before":

@@ -61,7 +61,7 @@ class Fused(Eager):
 
 
 class Packed(Fused):
-    """As a packed sequence, whose masks have other shapes."""
+    """A packed sequence, whose masks have other shapes."""
 
     def fused(self, heads, p):
         rows = (x.transpose(1, 2).flatten(0, 1) for x in heads)
