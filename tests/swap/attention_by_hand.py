@@ -159,7 +159,7 @@ class Padded(Base):
         tokens = q.shape[2]
         padding = torch.zeros(len(q), 1, 1, tokens, dtype=torch.bool)
         padding[:, ..., -3:] = True
-        scores = scores.masked_fill(padding | ~self.causal[..., :tokens, :tokens], -10000.0)
+        scores = scores.masked_fill(padding, -10000.0)
         scores.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -10000.0)
         return scores.softmax(-1) @ v
 
@@ -167,7 +167,7 @@ class Padded(Base):
 class Alibi(Base):
     def attend(self, q, k, v):
         tokens = torch.arange(q.shape[2])
-        slopes = torch.tensor([0.5, 0.25]).view(HEADS, 1, 1)
+        slopes = (torch.tensor([[1.0], [0.5]]) @ torch.tensor([[0.5]])).view(HEADS, 1, 1)
         scores = 0.5 * (q @ k.mT) - slopes * (tokens[:, None] - tokens).abs()
         return scores.softmax(-1) @ v
 
@@ -252,7 +252,7 @@ class OneTemperature(Base):
         self.temperature = nn.Parameter(torch.tensor(0.5))
 
     def attend(self, q, k, v):
-        return (q @ k.mT * 0.5 / self.temperature.exp()).softmax(-1) @ v
+        return (q @ k.mT * 0.5 / self.temperature.exp() + 0).softmax(-1) @ v
 
 
 class ValuesFirst(Base):

@@ -80,7 +80,7 @@ def test_verify_and_back(lazy):
 
     before, batch = state(), labelled()
     report = swap(model, lazy)
-    assert report.verify(batch).ok
+    assert report.verify(batch).ok and swap(model, lazy).swapped == report.swapped
     loss = model(**batch).loss
     assert list(model.state_dict()) == list(stock.state_dict())
     assert type(model.lm_head) is nn.Linear and model.get_output_embeddings() is model.lm_head
