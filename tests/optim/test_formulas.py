@@ -169,6 +169,9 @@ def test_a_tensor_lr_on_a_device(name, monkeypatch):
 @names
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_small_states_are_refused(state_dtype, name):
+    for dtype in (F32, BF16):
+        entries = steps(made(name, dtype), 2).state.values()
+        assert {value.dtype for entry in entries for value in entry.values()} == {F32}
     with pytest.raises(ValueError, match="state_dtype must be None"):
         made(name, state_dtype=state_dtype)
 
