@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import onepass
 from tests.distributed.dtensors import mesh_of, spread, whole
-from tests.distributed.ranks import distributed, run
-from tests.optim.cases import BF16, F32, assert_same
+from tests.distributed.ranks import distributed, on_ranks, run
+from tests.optim.cases import assert_same
+from tests.support.dtypes import BF16, F32
 
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -148,7 +149,9 @@ def test_a_checkpoint_of_some_processes_is_loaded_by_others(sizes, part, tmp_pat
                 assert not torch.equal(other_end[name], found[name]), (key, name)
 
 
-def body_of_gathering(key):
+@pytest.mark.parametrize("key", ["remainder16, None", "fp32, int8", "stochastic, None"])
+@on_ranks(2)
+def test_a_gathered_state_continues_bitwise(key):
     """One whole state on rank 0, handed to all by set_optimizer_state_dict."""
     model, optimizer = made(2, key)
     advance(model, optimizer, range(3))
@@ -162,11 +165,6 @@ def body_of_gathering(key):
     for one, its in ((model, optimizer), (other, resumed)):
         advance(one, its, range(3, 6))
     assert_same(contents(other, resumed), contents(model, optimizer))
-
-
-@pytest.mark.parametrize("key", ["remainder16, None", "fp32, int8", "stochastic, None"])
-def test_a_gathered_state_continues_bitwise(key):
-    run(2, body_of_gathering, key)
 
 
 def test_masters_of_either_form_load_the_others(tmp_path):

@@ -25,7 +25,7 @@ from onepass._policy import small_calls
 from tests.distributed import test_operators as operators
 from tests.distributed import test_training as training
 from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 from tests.distributed.test_training import WIDTH
 
 # The compiler warns of side effects in collectives and hooks, which are torch's.
@@ -142,7 +142,16 @@ def references(blocks):
     return results
 
 
-def body_of_parallel(backend, blocks):
+@pytest.mark.parametrize(
+    "backend, blocks",
+    [
+        ("aot_eager", 0),
+        pytest.param("aot_eager", 2, marks=pytest.mark.slow),
+        pytest.param("inductor", 1, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_a_swapped_model_in_tensor_and_sequence_parallel(backend, blocks):
     """Eager and compiled, both by the rule; what an operator loses would show in gradients."""
     ref, base = references(blocks)
     patches = small_calls_too()
@@ -162,18 +171,16 @@ def body_of_parallel(backend, blocks):
 
 
 @pytest.mark.parametrize(
-    "backend, blocks",
+    "backend, which",
     [
-        ("aot_eager", 0),
-        pytest.param("aot_eager", 2, marks=pytest.mark.slow),
-        pytest.param("inductor", 1, marks=pytest.mark.slow),
+        ("aot_eager", "layers"),
+        ("aot_eager", "broken"),
+        ("inductor", "layers"),
     ],
 )
-def test_a_swapped_model_in_tensor_and_sequence_parallel(backend, blocks):
-    run(2, body_of_parallel, backend, blocks)
-
-
-def body_of_shards(backend, which):
+@pytest.mark.slow
+@on_ranks(2)
+def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
     ref, base = references(1)
     rank = torch.distributed.get_rank()
     torch._dynamo.reset()
@@ -189,19 +196,6 @@ def body_of_shards(backend, which):
     rows = slice(2 * rank, 2 * rank + 2)
     check(trained(model, call, rows, average=True), base, ref)
     assert counted.graphs >= len(model.blocks)
-
-
-@pytest.mark.parametrize(
-    "backend, which",
-    [
-        ("aot_eager", "layers"),
-        ("aot_eager", "broken"),
-        ("inductor", "layers"),
-    ],
-)
-@pytest.mark.slow
-def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
-    run(2, body_of_shards, backend, which)
 
 
 def body_of_operators(names):
@@ -246,7 +240,10 @@ def test_a_loss_of_classes_in_parts():
     run(2, body_of_operators, ["cross_entropy of classes in parts"])
 
 
-def body_of_wrong_options():
+@pytest.mark.slow
+@on_ranks(2)
+def test_wrong_options_of_a_loss_of_classes_in_parts():
+    """The operators get others: a share of the smoothing, no z_loss, a part of the weights."""
     x = distribute_tensor(torch.ones(8, 9), mesh_of((2,)), [Shard(1)], src_data_rank=None)
     target = torch.zeros(8, dtype=torch.int64)
     for wrong in (
@@ -266,15 +263,10 @@ def body_of_wrong_options():
     assert loss(x, target + 9, weight=torch.ones(9)).to_local().isnan()
 
 
-@pytest.mark.slow
-def test_wrong_options_of_a_loss_of_classes_in_parts():
-    """The operators get others: a share of the smoothing, no z_loss, a part of the weights."""
-    run(2, body_of_wrong_options)
-
-
-def body_of_rows():
+@on_ranks(2)
+def test_a_loss_without_logits_of_other_numbers_of_rows():
     """From the second number of rows on, a graph is for all that have as many chunks of 256."""
-    mesh, backend = mesh_of((2,)), Graphs("aot_eager")
+    mesh, backend = mesh_of((2,)), Graphs("eager")
     torch._dynamo.reset()
     loss = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=backend)
     weight = torch.randn(24, 16)
@@ -293,10 +285,6 @@ def body_of_rows():
         assert backend.graphs == graphs, f"{rows} rows: {backend.graphs}"
         for mine, right, stock in zip(parts, *results, strict=True):
             numerics.assert_close(whole(mine.grad), right, stock, case=f"{rows} rows")
-
-
-def test_a_loss_without_logits_of_other_numbers_of_rows():
-    run(2, body_of_rows)
 
 
 def body_of_streams(shape, placements):

@@ -16,7 +16,7 @@ from onepass import functional, numerics
 from onepass._ops.entry import _parameters
 from onepass.distributed import tensors
 from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import RankError, distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 
 pytestmark = distributed
 
@@ -374,7 +374,8 @@ def test_meshes_of_two_dimensions(name):
     run(4, body, name, (2, 2), ON_FOUR[name], {})
 
 
-def body_of_moves():
+@on_ranks(2)
+def test_what_lies_elsewhere_is_moved():
     """Tensors that do not lie right are moved, as few bytes as can be."""
     mesh = mesh_of((2,))
     x = torch.randn(4, 6, 8)
@@ -403,11 +404,9 @@ def body_of_moves():
     assert moved == {"all_gather_into_tensor": 1}
 
 
-def test_what_lies_elsewhere_is_moved():
-    run(2, body_of_moves)
-
-
-def body_of_gathers():
+@on_ranks(2)
+def test_tensors_of_collectives_on_their_way_keep_their_gradients():
+    """torch's tensor parallelism makes them."""
     mesh, x, upstream = mesh_of((2,)), torch.randn(4, 8), torch.randn(4, 8)
     found = []
     for is_async in (False, True):
@@ -418,12 +417,8 @@ def body_of_gathers():
     assert found[0].any() and torch.equal(*found)
 
 
-def test_tensors_of_collectives_on_their_way_keep_their_gradients():
-    """torch's tensor parallelism makes them."""
-    run(2, body_of_gathers)
-
-
-def body_of_streams():
+@on_ranks(2)
+def test_streams_of_dropout():
     """Parts have streams of their own, replicas one, whatever their generators."""
     mesh, rank = mesh_of((2,)), torch.distributed.get_rank()
     ones = torch.ones(64, 64)
@@ -456,11 +451,8 @@ def body_of_streams():
     assert bool((y == y[:, :1]).all())
 
 
-def test_streams_of_dropout():
-    run(2, body_of_streams)
-
-
-def body_of_caches():
+@on_ranks(2)
+def test_caches_are_written_where_they_lie():
     mesh = mesh_of((2,))
     for place, paged in ((S0, False), (S1, False), (S2, True)):
         caches = [torch.randn(2, 4, 8, 8).transpose(1, 2 if paged else 1) for _ in range(2)]
@@ -485,16 +477,13 @@ def body_of_caches():
     # A cache that would have to be moved to be written.
     q, k, v = (distribute_tensor(t, mesh, [S0]) for t in (q, k, v))
     moved = [distribute_tensor(torch.zeros(2, 4, 8, 8), mesh, [S2]) for _ in range(2)]
-    with torch.no_grad():
+    message = "must be placed alike, by whole heads or sequences, to be"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         functional.attention_with_kv_cache(q, *moved, k, v, cache_seqlens=0)
 
 
-def test_caches_are_written_where_they_lie():
-    with pytest.raises(RankError, match="must be placed alike, by whole heads or sequences, to be"):
-        run(2, body_of_caches)
-
-
-def body_of_inplace():
+@on_ranks(2)
+def test_rotary_embedding_in_place():
     mesh = mesh_of((2,))
     q = torch.randn(2, 4, 6, 8)
     table = angles(q, 6)
@@ -514,33 +503,15 @@ def body_of_inplace():
     torch.testing.assert_close(leaf.grad.full_tensor(), whole_leaf.grad)
 
 
-def test_rotary_embedding_in_place():
-    run(2, body_of_inplace)
-
-
-def body_of_mixed():
-    mesh = mesh_of((2,))
-    x = distribute_tensor(torch.randn(4, 8), mesh, [S0])
+@on_ranks(2)
+def test_refusals():
+    x, other = (distribute_tensor(torch.randn(n, 8), mesh_of((2,)), [S0]) for n in (4, 6))
     functional.layer_norm(x, 8, torch.ones(8))
-    functional.layer_norm(x, 8, torch.ones(8, requires_grad=True))
-
-
-def body_of_sizes():
-    mesh = mesh_of((2,))
-    x = distribute_tensor(torch.randn(4, 8), mesh, [S0])
-    functional.add_layer_norm(x, distribute_tensor(torch.randn(6, 8), mesh, [S0]), 8)
-
-
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        (body_of_mixed, "norm: weight must be a DTensor beside others to get a gradient, got a"),
-        (body_of_sizes, "norm: residual must have size 4 in dimension 0, got 6"),
-    ],
-)
-def test_refusals(body, message):
-    with pytest.raises(RankError, match=message):
-        run(2, body)
+    message = "norm: weight must be a DTensor beside others to get a gradient, got a"
+    with pytest.raises(RuntimeError, match=message):
+        functional.layer_norm(x, 8, torch.ones(8, requires_grad=True))
+    with pytest.raises(RuntimeError, match="norm: residual must have size 4 in dimension 0, got 6"):
+        functional.add_layer_norm(x, other, 8)
 
 
 def entry(input, weight, bias=None, *, eps=1e-5, options=()):

@@ -12,9 +12,6 @@ from onepass import numerics
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run
 from tests.optim.cases import (
-    BF16,
-    F32,
-    F64,
     FLAGS,
     MODES,
     assert_same,
@@ -26,6 +23,7 @@ from tests.optim.cases import (
     steps,
     stock,
 )
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = distributed
 

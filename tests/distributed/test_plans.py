@@ -10,7 +10,7 @@ from torch.utils import checkpoint
 from onepass import functional, numerics
 from onepass.distributed import plans
 from tests.distributed.dtensors import mesh_of
-from tests.distributed.ranks import distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 from tests.distributed.test_operators import CASES, S0, S1, R, drawn, listed, upstream
 
 pytestmark = distributed
@@ -76,7 +76,7 @@ def body_of_case(name: str) -> int:
                 patch.setattr(plans, "key_of", lambda *given: None)
                 without = called(case, place, differentiable)
             assert not plans.known
-            for _ in range(3):  # the first makes the plan
+            for _ in range(2):  # the first makes the plan
                 assert are_equal(called(case, place, differentiable), without), (name, place)
             kept += len(plans.known)
     return kept
@@ -147,7 +147,9 @@ def is_caught(calls, count: int = 3) -> bool:
     return False
 
 
-def body_of_fault(name: str):
+@pytest.mark.parametrize("name", FAULTS)
+@on_ranks(2)
+def test_a_key_without_a_part_is_caught(name: str):
     is_left_out, make = FAULTS[name]
     calls, whole = make(), plans.key_of
     assert not is_caught(calls)
@@ -162,12 +164,8 @@ def body_of_fault(name: str):
     plans.known.clear()
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_key_without_a_part_is_caught(name):
-    run(2, body_of_fault, name)
-
-
-def body_of_modes():
+@on_ranks(2)
+def test_modes_and_gradients_of_planned_calls():
     x = spread(torch.randn(4, 8), S0).requires_grad_()
     weight = torch.randn(8, requires_grad=True)
     functional.rms_norm(x, 8)
@@ -208,11 +206,8 @@ def body_of_modes():
         assert isinstance(moved, DTensor) and torch.equal(moved.to_local(), right.to_local())
 
 
-def test_modes_and_gradients_of_planned_calls():
-    run(2, body_of_modes)
-
-
-def body_of_selective_checkpointing():
+@on_ranks(2)
+def test_selective_checkpointing_sees_the_same_operators_twice():
     x, y, z = (spread(torch.randn(4, 8), S0) for _ in range(3))
 
     def layer(x):  # of y and z no gradient is wanted
@@ -240,11 +235,8 @@ def body_of_selective_checkpointing():
         assert torch.equal(gradient(checkpointed), expected)
 
 
-def test_selective_checkpointing_sees_the_same_operators_twice():
-    run(2, body_of_selective_checkpointing)
-
-
-def body_of_sums():
+@on_ranks(2)
+def test_gradients_that_are_equal_add_up_apart():
     for call in (
         lambda x, y: functional.add_dropout(x, y, 0.0),
         lambda x, y: functional.add_rms_norm(x, y, 8)[1],
@@ -260,11 +252,8 @@ def body_of_sums():
             assert torch.equal(given.to_local(), torch.ones(2, 8))
 
 
-def test_gradients_that_are_equal_add_up_apart():
-    run(2, body_of_sums)
-
-
-def body_of_bound():
+@on_ranks(2)
+def test_the_cache_is_bounded():
     plans.known.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "MOST", 4)
@@ -272,7 +261,3 @@ def body_of_bound():
             functional.rms_norm(spread(torch.ones(2 * rows, 8), S0), 8)
             assert 0 < len(plans.known) <= 4
             assert all(len(plan.specs) <= 4 for plan in plans.known.values())
-
-
-def test_the_cache_is_bounded():
-    run(2, body_of_bound)

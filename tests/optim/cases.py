@@ -11,8 +11,8 @@ import torch
 import onepass
 from onepass import numerics, reference
 from tests.support import injection
+from tests.support.dtypes import BF16, F32, F64
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 TORCH_NAMES = ("AdamW", "Adam", "SGD")
 NAMES = (*TORCH_NAMES, "Lion")
 OF_TENSORS = ("Muon", "MuonWithAdamW", "Adafactor", "LAMB")  # torch's operations update a tensor

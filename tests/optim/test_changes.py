@@ -15,8 +15,6 @@ import onepass
 from onepass import _dispatch_log
 from onepass.optim import flat_state, fuse
 from tests.optim.cases import (
-    BF16,
-    F32,
     FLAGS,
     assert_same,
     first_moment,
@@ -26,6 +24,7 @@ from tests.optim.cases import (
     stock,
     torch_names,
 )
+from tests.support.dtypes import BF16, F32
 
 
 def parameters(*shapes, dtype=F32):

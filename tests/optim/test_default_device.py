@@ -9,16 +9,8 @@ import torch
 
 import onepass
 from onepass.optim.checks import refuse_shared_memory
-from tests.optim.cases import (
-    ALL,
-    BF16,
-    MODES,
-    assert_same,
-    built,
-    members,
-    snapshot,
-    through_a_file,
-)
+from tests.optim.cases import ALL, MODES, assert_same, built, members, snapshot, through_a_file
+from tests.support.dtypes import BF16
 
 CASES = {
     **dict.fromkeys(ALL, {}),

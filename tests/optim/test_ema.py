@@ -11,10 +11,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import onepass
 from onepass import numerics
 from tests.optim.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     FLAGS,
     SHAPES,
     all_names,
@@ -35,6 +31,7 @@ from tests.optim.cases import (
     through_pickle,
     torch_names,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 from tests.support.injection import interruptions
 
 DECAY = 0.9
@@ -358,23 +355,6 @@ def test_a_run_goes_on_from_a_checkpoint_or_a_copy(ema_dtype, name):
 
 
 @names
-def test_checkpoints_without_averages_load(name):
-    """Averages begin with the next step, as at the start."""
-    optimizer = steps(made(name, SHAPES), 3)
-    new = resumed(name, optimizer, ema_decay=DECAY)
-    steps(new, 1, first=3)
-    assert all(map(torch.equal, averages(new), members(new)))
-
-
-@names
-def test_averages_are_dropped_where_nobody_keeps_them(name):
-    optimizer = steps(averaging(name), 3)
-    new = resumed(name, optimizer)
-    assert not any("ema" in entry for entry in new.state.values())
-    steps(new, 1, first=3)
-
-
-@names
 def test_averages_that_were_dropped_begin_anew(name):
     """Their count of steps restarts too, since the decay may depend on it."""
     asked: list[int] = []
@@ -385,6 +365,7 @@ def test_averages_that_were_dropped_begin_anew(name):
 
     optimizer = steps(averaging(name), 3)
     between = steps(resumed(name, optimizer), 1, first=3)
+    assert not any("ema" in entry for entry in between.state.values())
     assert all("ema_steps" not in group for group in between.state_dict()["param_groups"])
     new = resumed(name, between, ema_decay=decay)
     assert new.param_groups[0]["ema_steps"] == 0
@@ -487,28 +468,6 @@ def test_averages_begin_where_the_attribute_is_set():
     assert all(map(torch.equal, averages(optimizer), kept))
 
 
-@pytest.mark.parametrize("layout", ["gaps", "channels_last", "gradient"])
-def test_layouts(layout):
-    """An average has its parameter's memory order; one with gaps is stepped through a copy."""
-    start = torch.randn(4, 6, 3, 5)
-    gradients = [torch.randn(4, 6, 3, 5) for _ in range(3)]
-    found = []
-    for changed in (None, layout):
-        p = start.clone()
-        if changed == "gaps":
-            p = torch.zeros(4, 6, 3, 10)[..., ::2].copy_(start)
-        if changed == "channels_last":
-            p = p.to(memory_format=torch.channels_last)
-        p.requires_grad_()
-        optimizer = onepass.optim.AdamW([p], lr=1e-2, ema_decay=DECAY)
-        for gradient in gradients:
-            is_other = changed == "gradient"
-            p.grad = gradient.to(memory_format=torch.channels_last) if is_other else gradient
-            optimizer.step()
-        found.append((p.detach(), optimizer.state[p]["ema"]))
-    assert all(map(torch.equal, *found))
-
-
 @pytest.mark.parametrize("decay", [None, DECAY])
 def test_fuse_begins_averages_that_are_not_there(decay):
     p = torch.randn(5).requires_grad_()
@@ -519,17 +478,3 @@ def test_fuse_begins_averages_that_are_not_there(decay):
     optimizer.step()
     assert optimizer.param_groups[0].get("ema_steps") == (1 if decay else None)
     assert decay is None or torch.equal(optimizer.state[p]["ema"], p)
-
-
-def test_muon_with_adamw():
-    model = torch.nn.Sequential(torch.nn.Embedding(9, 6), torch.nn.Linear(6, 6))
-    groups = onepass.optim.muon_groups(model)
-    optimizer = onepass.optim.MuonWithAdamW(groups, lr=1e-2, ema_decay=DECAY)
-    kept = ema_model(model)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.arange(9)).square().sum().backward()
-        optimizer.step()
-        kept.update_parameters(model)
-    for p, value in zip(model.parameters(), kept.module.parameters(), strict=True):
-        assert torch.allclose(optimizer.state[p]["ema"], value, rtol=1e-6, atol=1e-7)

@@ -11,7 +11,8 @@ from onepass import numerics
 from onepass.optim import tables
 from onepass.optim.contract import Hyper
 from onepass.reference import optimizer as reference
-from tests.optim.cases import BF16, F32, F64, everything, members, ours, stock
+from tests.optim.cases import everything, members, ours, stock
+from tests.support.dtypes import BF16, F32, F64
 from tests.support.injection import interruptions
 
 SHAPES = ((24, 40), (300,), (3, 8, 6), (), (1,), (1, 5), (5, 1))

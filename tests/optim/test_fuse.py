@@ -11,9 +11,6 @@ import torch
 
 import onepass
 from tests.optim.cases import (
-    BF16,
-    F16,
-    F32,
     FLAGS,
     MODES,
     assert_same,
@@ -33,6 +30,7 @@ from tests.optim.cases import (
     through_pickle,
     torch_names,
 )
+from tests.support.dtypes import BF16, F16, F32
 
 # ---- copies --------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from onepass._policy import products
 from onepass.optim import newton_schulz
 from onepass.optim.muon import scale_of
 from onepass.reference import optimizer as reference
-from tests.optim.cases import BF16, F16, F32, F64, assert_same, everything, same, snapshot, steps
+from tests.optim.cases import assert_same, everything, same, snapshot, steps
+from tests.support.dtypes import BF16, F16, F32, F64
 
 Muon = onepass.optim.Muon
 # Wide, tall and square; one with strips; two of a shape; single rows and columns.
@@ -244,21 +245,6 @@ def test_errors(settings, message):
 
 
 # ---- steps ---------------------------------------------------------------------------------------
-
-
-def test_groups_have_their_own_settings():
-    first, second = drawn(((6, 5), (6, 5)))
-    gradient = torch.randn(6, 5)
-    groups = [{"params": [first.clone().requires_grad_()], "lr": 0.1, "ns_steps": 2}]
-    groups += [{"params": [second.clone().requires_grad_()], "momentum": 0.5}]
-    optimizer = Muon(groups, lr=0.02, ns_dtype="float32")
-    for group in optimizer.param_groups:
-        group["params"][0].grad = gradient.clone()
-    optimizer.step()
-    for group, start in zip(groups, (first, second), strict=True):
-        settings = {k: v for k, v in group.items() if k in ("lr", "momentum", "ns_steps")}
-        expected, _ = reference.muon(start, gradient, torch.zeros(6, 5), **{"lr": 0.02, **settings})
-        torch.testing.assert_close(group["params"][0].detach(), expected)
 
 
 def test_parameters_without_a_gradient_are_still():

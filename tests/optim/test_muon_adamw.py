@@ -9,7 +9,8 @@ import torch
 
 import onepass
 from onepass.optim import MuonWithAdamW, muon_groups
-from tests.optim.cases import BF16, F32, F64, assert_same, members
+from tests.optim.cases import assert_same, members
+from tests.support.dtypes import BF16, F32, F64
 
 SHAPES = ((24, 40), (40, 24), (24, 40), (24,), (64, 64), (), (5, 4, 3))
 BY_MUON = 3  # the number of them
@@ -99,21 +100,6 @@ def test_steps_are_those_of_both(name, dtype):
         found = {k: v for k, v in found.items() if k[0] > 2 or k[1] != "step"}
         expected = {k: v for k, v in expected.items() if k[0] > 2 or k[1] != "step"}
     assert_same(found, expected, name)
-
-
-def test_one_norm_clips_both():
-    whole, params = made(max_grad_norm=0.5)
-    halves, others = apart()
-    for number in range(3):
-        give(params, number)
-        give(others, number)
-        norm = torch.nn.utils.clip_grad_norm_(others, 0.5)
-        whole.step()
-        for half in halves:
-            half.step()
-        torch.testing.assert_close(whole.grad_norm, norm)
-    for p, other in zip(params, others, strict=True):
-        torch.testing.assert_close(p, other)
 
 
 def test_groups_of_jordans_optimizer_are_taken():

@@ -14,10 +14,6 @@ import torch
 
 import onepass
 from tests.optim.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     FLAGS,
     MODES,
     SHAPES,
@@ -32,6 +28,7 @@ from tests.optim.cases import (
     snapshot,
     steps,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 
 Z = 6.0
 ELEMENTS = 1 << 16
@@ -487,26 +484,6 @@ def test_training_ends_where_stock_ends():
     for state_dtype in ("int8", BF16):
         found = losses(onepass.optim.AdamW, state_dtype=state_dtype)
         assert abs(found.mean() - expected.mean()) < expected.std(), state_dtype
-
-
-# ---- pure 16-bit training ------------------------------------------------------------------------
-
-
-@names
-@pytest.mark.parametrize("master", ["fp32", "remainder16", "stochastic"])
-def test_masters_and_noise_repair_stalled_training(master, name):
-    """Steps of 1e-3 are lost beside numbers from 1 to 2, whose neighbours are 2^-7 apart."""
-    lr = {"SGD": 6e-3}.get(name, 1e-3)
-    losses = {}
-    for kind in (None, master):
-        p = torch.ones(512, dtype=BF16).requires_grad_()
-        optimizer = ours(name)([p], lr=lr, weight_decay=0.0, master=kind)
-        for _ in range(500):
-            p.grad = p.detach() - 1.25
-            optimizer.step()
-        losses[kind] = (p.detach().float() - 1.25).square().mean().item()
-    assert losses[None] == 0.0625
-    assert losses[master] < 0.0625 / 50
 
 
 @names

@@ -9,7 +9,6 @@ import torch
 
 import onepass
 from tests.optim.cases import (
-    BF16,
     FLAGS,
     MODES,
     assert_same,
@@ -21,6 +20,7 @@ from tests.optim.cases import (
     snapshot,
     steps,
 )
+from tests.support.dtypes import BF16
 
 
 def share(entry):

@@ -12,9 +12,6 @@ import torch
 import onepass
 from onepass import numerics
 from tests.optim.cases import (
-    BF16,
-    F32,
-    F64,
     MODES,
     assert_same,
     ours,
@@ -27,6 +24,7 @@ from tests.optim.cases import (
     without_gradients,
 )
 from tests.support import fresh
+from tests.support.dtypes import BF16, F32, F64
 
 # ---- torch's own inputs --------------------------------------------------------------------------
 
