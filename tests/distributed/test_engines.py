@@ -143,9 +143,7 @@ def body_of_consolidation():
     return weights, optimizer.state_dict() if torch.distributed.get_rank() == 0 else None
 
 
-def test_a_consolidated_state_is_that_of_one_process():
-    """One process continues from it, bit for bit."""
-    weights, state = run(2, body_of_consolidation)[0]
+def body_of_going_on(weights, state):
     model, resumed = made(onepass.optim.AdamW), made(onepass.optim.AdamW)
     optimizer = onepass.optim.AdamW(model.parameters(), **ADAMW)
     trained(model, optimizer, 3)
@@ -154,7 +152,13 @@ def test_a_consolidated_state_is_that_of_one_process():
             parameter.copy_(weight)
     other = onepass.optim.AdamW(resumed.parameters(), **ADAMW)
     other.load_state_dict(state)
-    assert same(*trained(model, optimizer, 3), *trained(resumed, other, 3))
+    return same(*trained(model, optimizer, 3), *trained(resumed, other, 3))
+
+
+def test_a_consolidated_state_is_that_of_one_process():
+    """One process continues from it, bit for bit."""
+    weights, state = run(2, body_of_consolidation)[0]
+    assert run(1, body_of_going_on, weights, state) == [True]
 
 
 def body_of_replicas_of_shards():

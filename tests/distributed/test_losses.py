@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ from onepass import functional, numerics
 from onepass._dispatch_log import record
 from onepass.reference import loss as reference
 from onepass.swapping.redirection import with_redirected_loss
-from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
 from tests.distributed.ranks import distributed, on_ranks, run
 
 pytestmark = distributed
@@ -81,10 +81,6 @@ def of_whole(tensors, call, dtype, options, **more):
     return loss.detach(), *torch.autograd.grad(loss, tensors, upstream(loss).to(loss.dtype))
 
 
-def spread(value, mesh, placements):
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
-
-
 def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, **more):
     """`call(functions, *tensors, target, **options)` by the rule. Returns (gradients, bytes in
     collectives)."""
@@ -98,8 +94,7 @@ def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, *
     with Bytes() as counted:
         # Logits that may be overwritten are no leaves.
         loss = call(functional, *(p * 1.0 for p in parts), target_of(options), **options, **more)
-        dloss = upstream(loss).to(loss.dtype)
-        dloss = spread(dloss, mesh, [R if p.is_partial() else p for p in loss.placements])
+        dloss = placed_as(loss, upstream(loss).to(loss.dtype))
         found = torch.autograd.grad(loss, parts, dloss)
     for mine, right, stock in zip((loss, *found), ref, base, strict=True):
         assert mine.dtype is stock.dtype

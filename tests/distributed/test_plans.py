@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
 from onepass import functional, numerics
 from onepass.distributed import plans
+from tests.distributed import dtensors
 from tests.distributed.dtensors import mesh_of
 from tests.distributed.ranks import distributed, on_ranks, run
 from tests.distributed.test_operators import CASES, S0, S1, R, drawn, listed, upstream
@@ -26,7 +27,7 @@ WITHOUT = {
 
 
 def spread(value, place, mesh=None):
-    return distribute_tensor(value, mesh or mesh_of((2,)), [place], src_data_rank=None)
+    return dtensors.spread(value, mesh or mesh_of((2,)), [place])
 
 
 def facts(outputs: list[torch.Tensor]) -> list[tuple]:
@@ -57,10 +58,7 @@ def called(case, place, differentiable: bool):
     with CommDebugMode() as counted:
         outputs = found = listed(case.call(**given))
         if differentiable:
-            wanted = [
-                spread(value, R if o.placements[0].is_partial() else o.placements[0])
-                for value, o in zip(upstream(outputs), outputs, strict=True)
-            ]
+            wanted = list(map(dtensors.placed_as, outputs, upstream(outputs)))
             found = [*outputs, *torch.autograd.grad(outputs, list(given.values()), wanted)]
     # A gradient's stride follows its part; torch's, of unequal parts, may not be that of a whole.
     same = [(x.placements, x.shape, x.dtype, x.device_mesh) for x in found[len(outputs) :]]

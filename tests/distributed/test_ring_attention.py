@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-DRAWS = 8
+DRAWS = 5
 
 
 def inputs(dtype=F32, rows=48, keys=48, heads=4, kv_heads=4, dim=16, value_dim=16, draw=0):

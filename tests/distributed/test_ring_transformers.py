@@ -20,7 +20,7 @@ from tests.distributed.ranks import distributed, on_ranks, run
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-BATCH, LENGTH, WORDS = 2, 32, 50
+BATCH, LENGTH, WORDS = 2, 16, 50
 SMALL = {
     "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,

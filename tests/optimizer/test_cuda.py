@@ -16,10 +16,6 @@ from tests.emulator.executors import CUDA, Emulated, all_instances
 from tests.optimizer import cases
 from tests.optimizer.cases import (
     ADAM,
-    BF16,
-    F16,
-    F32,
-    F64,
     GROUPS,
     INT8,
     KERNELS,
@@ -36,7 +32,8 @@ from tests.optimizer.cases import (
     on_cpu,
     on_cuda,
     shifted,
-)  # fmt: skip
+)
+from tests.support.dtypes import BF16, F16, F32, F64
 
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 MIXED_SIZES = {False: 300, True: 512}  # a whole row and a tail; two blocks of codes
@@ -65,24 +62,16 @@ def check(emulator: Emulated | None, call: Step, steps: int = 1) -> None:
         assert_equal(cpu.tensors, cuda.tensors, f"step {number},")
 
 
-OF_MOMENTS = ("first moment", "second moment", "third moment")
-OPERANDS = ("param", "gradient", *OF_MOMENTS, "master", "average")
+OPERANDS = ("param", "gradient", "moments 0", "moments 1", "moments 2", "master", "average")
 
 
-def shift(tensors: list[cases.Tensors], operands) -> None:
+def shift(tensors: list[cases.Tensors], operands) -> list[cases.Tensors]:
     """Makes each of these operands begin 8 bytes after a multiple of 16."""
-    for t in tensors:
-        if "param" in operands:
-            t.param = shifted(t.param)
-        if "gradient" in operands:
-            t.gradient = shifted(t.gradient)
-        for which, name in enumerate(OF_MOMENTS[: len(t.moments)]):
-            if name in operands:
-                t.moments[which] = shifted(t.moments[which])
-        if "master" in operands and t.master is not None:
-            t.master = shifted(t.master)
-        if "average" in operands and t.average is not None:
-            t.average = shifted(t.average)
+
+    def change(name, tensor):
+        return shifted(tensor) if name in operands else tensor
+
+    return [t.changed(change) for t in tensors]
 
 
 def make_groups(algorithm: int, sizes=SIZES, **dtypes) -> tuple[list, torch.Tensor]:
@@ -322,8 +311,7 @@ def test_steps_are_counted_without_elements(counts):
 
 @pytest.mark.parametrize("operands", [*OPERANDS, OPERANDS], ids=str)
 def test_addresses_that_are_not_aligned(counts, operands):
-    tensors = make_mixes(MIXED_SIZES, 3)
-    shift(tensors, operands)
+    tensors = shift(make_mixes(MIXED_SIZES, 3), operands)
     settings = hyper({"amsgrad": True})
     call = Step(ADAM, tensors, settings, stochastic_params=True, stochastic_moments=True)
     check(counts, call)
@@ -398,8 +386,7 @@ def test_one_pass(emulator, name):
 def test_one_pass_of_single_elements(emulator):
     """For tails and unaligned tensors."""
     for numel, operands in ((1001, ()), (1024, ("gradient",))):
-        tensors = [make(numel, BF16, BF16, F32)]
-        shift(tensors, operands)
+        tensors = shift([make(numel, BF16, BF16, F32)], operands)
         counted = on_cuda(Step(ADAM, tensors, hyper({})), emulator)
         assert counted["read"] == 12 * numel + BLOCK_READ + COUNT
         assert counted["written"] == 10 * numel + BLOCK_WRITTEN + COUNT
@@ -530,8 +517,7 @@ def each_instance(emulator, steps: Emulated | None, build: str = "plain") -> Non
             mixes = make_mixes(MIXED_SIZES, MOMENTS[algorithm])[:: 4 if build == "thread" else 1]
             tensors = mixes + make_groups(algorithm, (0, 1, PIECE + 1))[0]
             settings = make_groups(algorithm, ())[1]
-            for some, operands in ((tensors, ()), (tensors[::4], ("param", "first moment"))):
-                shift(some, operands)
+            for some in (tensors, shift(tensors[::4], ("param", "moments 0"))):
                 every_branch(steps, algorithm, some, settings)
                 plain = [t for t in some if t.average is None]
                 every_branch(steps, algorithm, plain, settings)
