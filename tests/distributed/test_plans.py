@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
@@ -104,62 +104,31 @@ def loss(reduction):
     return lambda: functional.cross_entropy(spread(x, S0), spread(target, S0), reduction=reduction)
 
 
-FAULTS = {  # parts of a key, and two calls that need them
-    "placements": (
-        lambda part: isinstance(part, tuple) and part and isinstance(part[0], Placement),
-        lambda: (of_part(R), of_part(Partial())),
-    ),
-    "sizes": (
-        lambda part: isinstance(part, tuple) and part and isinstance(part[0], int),
-        lambda: (norm((4, 6, 8), 8, S0), norm((2, 6, 8), 8, S0)),
-    ),
-    "numbers": (
-        lambda part: type(part) is int,
-        lambda: (loss("none"), loss("mean")),
-    ),
-    "mesh": (
-        lambda part: type(part) is int,
-        lambda: (norm((4, 8), 8, S0), norm((4, 8), 8, S0, init_device_mesh("cpu", (2,)))),
-    ),
-}  # fmt: skip
+DIFFERENT = {  # two calls that differ in this alone
+    "placements": lambda: (of_part(R), of_part(Partial())),
+    "sizes": lambda: (norm((4, 6, 8), 8, S0), norm((2, 6, 8), 8, S0)),
+    "numbers": lambda: (loss("none"), loss("mean")),
+    "mesh": lambda: (norm((4, 8), 8, S0), norm((4, 8), 8, S0, init_device_mesh("cpu", (2,)))),
+}
 
 
-def is_caught(calls, count: int = 3) -> bool:
-    """Whether calls in alternation differ from each without plans."""
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_ranks(2)
+def test_calls_that_differ_have_plans_of_their_own(name):
+    """In alternation they are what each is without plans."""
 
-    def found(call, clear):
-        if clear:
-            plans.known.clear()
+    def found(call):
         outputs = listed(call())
         return (facts(outputs), [id(o.device_mesh) for o in outputs]), parts(outputs)
 
-    cold = [found(call, True) for call in calls]
+    calls, cold = DIFFERENT[name](), []
+    for call in calls:
+        plans.known.clear()
+        cold.append(found(call))
     plans.known.clear()
-    for _ in range(count):
+    for _ in range(2):
         for call, expected in zip(calls, cold, strict=True):
-            try:
-                if not are_equal(found(call, False), expected):
-                    return True
-            except (RuntimeError, ValueError):
-                return True
-    return False
-
-
-@pytest.mark.parametrize("name", FAULTS)
-@on_ranks(2)
-def test_a_key_without_a_part_is_caught(name: str):
-    is_left_out, make = FAULTS[name]
-    calls, whole = make(), plans.key_of
-    assert not is_caught(calls)
-
-    def key_of(*given):
-        key = whole(*given)
-        return key and tuple(part for part in key if not is_left_out(part))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "key_of", key_of)
-        assert is_caught(calls)
-    plans.known.clear()
+            assert are_equal(found(call), expected)
 
 
 @on_ranks(2)

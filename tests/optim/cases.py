@@ -239,11 +239,11 @@ def assert_same(one, two, case=""):
     assert not different, f"{case}: {different} differ"
 
 
-def made(name, sizes, dtype=F32, seed=0, **extras):
-    """One of ours over random parameters; the same seed, the same parameters."""
+def made(name, sizes, dtype=F32, seed=0, cls=None, **extras):
+    """One of ours, or `cls`, over random parameters; the same seed, the same parameters."""
     generator = torch.Generator().manual_seed(seed)
     params = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
-    return built(name, params, **extras)
+    return built(name, params, cls, **extras)
 
 
 def like(name, mode="own state", dtype=BF16, **extras):

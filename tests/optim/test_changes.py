@@ -90,16 +90,6 @@ def test_another_dtype_in_mid_training(name, master):
         assert p.dtype is dtype and p.isfinite().all()
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder16"])
-def test_new_data_is_used_whatever_else_has_gradients(master):
-    a, b = parameters(300, 300, dtype=BF16)
-    optimizer = onepass.optim.SGD([a, b], lr=0.0, master=master)
-    optimizer.step()
-    a.data, b.grad = torch.full_like(a, 100.0), None
-    optimizer.step()
-    assert (a == 100).all()
-
-
 def test_a_setting_that_asks_for_another_moment():
     """From the next step on, as in torch."""
     results = []

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 
-import onepass
 from onepass import _dispatch_log
 from tests.optim.cases import (
     ALL,
@@ -347,17 +346,13 @@ def test_constructor_errors(name):
 @names
 @pytest.mark.parametrize("word", ["float32", "bfloat16"])
 def test_state_dtype_by_its_name(word, name):
-    """A name is the same as the dtype: in the constructor, in copies and in fuse."""
+    """A name is the same as the dtype: in the constructor and in copies."""
     dtype = getattr(torch, word)
     by_name, by_dtype = (made(name, SHAPES, BF16, state_dtype=given) for given in (word, dtype))
     for one in (by_name, copy.deepcopy(by_name), by_dtype):
         assert one.state_dtype is dtype
     assert_same(snapshot(steps(by_name, 3)), snapshot(steps(by_dtype, 3)))
     assert by_name.state[members(by_name)[0]][first_moment(name)].dtype is dtype
-    if name != "Lion":
-        params = [torch.nn.Parameter(torch.ones(3))]
-        fused = onepass.optim.fuse(stock(name)(params), state_dtype=word)
-        assert fused.state_dtype is dtype
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])

@@ -11,13 +11,12 @@ from onepass import numerics
 from onepass.optim import tables
 from onepass.optim.contract import Hyper
 from onepass.reference import optimizer as reference
-from tests.optim.cases import everything, members, ours, stock
+from tests.optim.cases import everything, give_gradients, made, members, over_copies, steps, stock
 from tests.support.dtypes import BF16, F32, F64
 from tests.support.injection import interruptions
 
 SHAPES = ((24, 40), (300,), (3, 8, 6), (), (1,), (1, 5), (5, 1))
 names = pytest.mark.parametrize("name", ["Adafactor", "LAMB"])
-STEPS = 20
 SETTINGS = {
     "Adafactor": [
         {"lr": 1e-2},
@@ -32,29 +31,6 @@ SETTINGS = {
 }
 
 
-def start(dtype=F32, seed=0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def give(params, number: int, scale=1.0) -> None:
-    generator = torch.Generator().manual_seed(100 + number)
-    for p in params:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
-
-
-def made(name, dtype=F32, cls=None, seed=0, **options):
-    params = [p.requires_grad_() for p in start(dtype, seed)]
-    return (cls or ours(name))(params, **{**SETTINGS[name][0], **options})
-
-
-def steps(optimizer, count=STEPS, first=0):
-    for number in range(first, first + count):
-        give(members(optimizer), number)
-        optimizer.step()
-    return optimizer
-
-
 # ---- values --------------------------------------------------------------------------------------
 
 
@@ -64,29 +40,27 @@ def steps(optimizer, count=STEPS, first=0):
 def test_as_stock(which, name):
     """Adafactor as torch's, LAMB as the reference; the rule over all parameters of a run."""
     settings = SETTINGS[name][which]
-    eps = settings.get("eps", (torch.finfo(F32).eps, 1e-3))
-    theirs = {**settings, "eps": eps} if name == "Adafactor" else settings  # None: the dtype's own
-    runs = [made(name, **settings)]
-    runs += [made(name, dtype, cls=stock(name), **theirs) for dtype in (F64, F32)]
-    ours, ref, base = ([p.detach() for p in members(steps(run))] for run in runs)
+    runs = [made(name, SHAPES, **settings)]
+    runs += [made(name, SHAPES, dtype, cls=stock(name), **settings) for dtype in (F64, F32)]
+    ours, ref, base = ([p.detach() for p in members(steps(run, 20))] for run in runs)
     # One element says little: its errors over 20 steps may cancel in one of the runs.
     numerics.assert_close(ours, ref, base, case=f"{name} {settings}")
 
 
 @names
 def test_float64_is_float64(name):
-    ours = members(steps(made(name, F64)))
-    ref = members(steps(made(name, F64, cls=stock(name))))
+    ours, ref = (members(steps(made(name, SHAPES, F64, cls=c), 20)) for c in (None, stock(name)))
     for one, two in zip(ours, ref, strict=True):
         assert torch.allclose(one, two, rtol=1e-12, atol=1e-13)
 
 
 def test_the_reference_of_adafactor_is_torchs():
-    params, settings = start(F64), {"lr": 0.3, "weight_decay": 0.1, "eps": (1e-6, 1e-3)}
-    theirs = torch.optim.Adafactor([p.clone().requires_grad_() for p in params], **settings)
+    settings = {"lr": 0.3, "weight_decay": 0.1, "eps": (1e-6, 1e-3)}
+    theirs = made("Adafactor", SHAPES, F64, cls=torch.optim.Adafactor, **settings)
+    params = [p.detach().clone() for p in members(theirs)]
     states: list[dict] = [{} for _ in params]
     for number in range(5):
-        give(members(theirs), number)
+        give_gradients(theirs, number)
         for i, p in enumerate(members(theirs)):
             if number == 0:
                 shapes = onepass.optim.Adafactor._shapes(None, p)
@@ -107,13 +81,10 @@ def test_the_smallest_gradients_of_adafactor(dtype):
     without a master it is that of the parameter's dtype, as torch's."""
     scale = 2.0**-12  # below both dtypes' eps
     for master in (None, "fp32", "stochastic"):
-        optimizer = made("Adafactor", dtype, master=master, lr=0.5)
+        optimizer = made("Adafactor", SHAPES, dtype, master=master, lr=0.5, eps=(None, 1e-3))
         eps = torch.finfo(dtype if master is None else F32).eps
-        wide = made("Adafactor", eps=(eps, 1e-3), lr=0.5)
-        with torch.no_grad():
-            for p, q in zip(members(wide), members(optimizer), strict=True):
-                p.copy_(q)
-        give(members(optimizer), 0, scale)
+        wide = over_copies("Adafactor", optimizer, dtype=F32, eps=(eps, 1e-3), lr=0.5)
+        give_gradients(optimizer, 0, scale)
         for p, q in zip(members(wide), members(optimizer), strict=True):
             p.grad = q.grad.float()
         optimizer.step()
@@ -126,11 +97,11 @@ def test_the_smallest_gradients_of_adafactor(dtype):
 def test_the_length_of_a_step_of_lamb():
     """lr times the tensor's norm, for any size of the gradient; not for a tensor of zeros."""
     for scale in (1e-3, 1.0, 1e3):
-        optimizer = made("LAMB", lr=0.01, weight_decay=0.0, eps=0.0)
+        optimizer = made("LAMB", SHAPES, lr=0.01, weight_decay=0.0, eps=0.0)
         with torch.no_grad():
             members(optimizer)[1].zero_()
         before = [p.detach().clone() for p in members(optimizer)]
-        give(members(optimizer), 0, scale)
+        give_gradients(optimizer, 0, scale)
         optimizer.step()
         for number, (p, was) in enumerate(zip(members(optimizer), before, strict=True)):
             moved = (p.detach() - was).norm()
@@ -151,7 +122,7 @@ def test_a_tensor_lr_on_a_device(name, monkeypatch):
     monkeypatch.setattr(tables, "on_device", lambda settings, *_: settings.clone())
     found = []
     for lr in (torch.tensor(0.25).as_subclass(OnDevice), 0.25):
-        optimizer = made(name, lr=lr, weight_decay=0.5)
+        optimizer = made(name, SHAPES, lr=lr, weight_decay=0.5)
         for now in (0.25, 0.125):
             if isinstance(lr, Tensor):
                 lr.fill_(now)
@@ -171,10 +142,10 @@ def test_a_tensor_lr_on_a_device(name, monkeypatch):
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_small_states_are_refused(state_dtype, name):
     for dtype in (F32, BF16):
-        entries = steps(made(name, dtype), 2).state.values()
+        entries = steps(made(name, SHAPES, dtype), 2).state.values()
         assert {value.dtype for entry in entries for value in entry.values()} == {F32}
     with pytest.raises(ValueError, match="state_dtype must be None"):
-        made(name, state_dtype=state_dtype)
+        made(name, SHAPES, state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +161,14 @@ def test_small_states_are_refused(state_dtype, name):
 )
 def test_messages_of_lamb(settings, message):
     with pytest.raises(ValueError, match=message):
-        made("LAMB", **settings)
+        made("LAMB", SHAPES, **settings)
 
 
 @pytest.mark.parametrize("name, taken", [("Adafactor", 2), ("LAMB", 0)])
 def test_a_step_is_whole_wherever_it_is_interrupted(taken, name):
     def make():
-        optimizer = steps(made(name, BF16, master="fp32", zero_grads=True), taken)
-        give(members(optimizer), taken)
+        optimizer = steps(made(name, SHAPES, BF16, master="fp32", zero_grads=True), taken)
+        give_gradients(optimizer, taken)
         return optimizer
 
     before, after = make(), make()

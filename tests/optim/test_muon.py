@@ -67,26 +67,17 @@ def results(optimizer):
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_float32(name, count):
-    settings = SETTINGS[name]
-    found = results(steps(made(**settings), count))
-    ref = by_reference(F64, count, **settings)
-    base = by_reference(F32, count, **settings)
+def test_values(name, dtype):
+    settings, shapes = SETTINGS[name], SHAPES if dtype is F32 else SHAPES[:-1]
+    found = results(steps(made(shapes, dtype, **settings), 3))
+    ref = by_reference(F64, 3, shapes, dtype, **settings)
+    base = by_reference(dtype, 3, shapes, dtype, **settings)
     for which, key in enumerate(("param", "momentum_buffer")):
-        for i, shape in enumerate(SHAPES):
+        for i, shape in enumerate(shapes):
             triple = (found[which][i], ref[which][i], base[which][i])
             numerics.assert_close(*triple, case=f"{name}, {key} of {shape}")
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_float64(name):
-    settings = SETTINGS[name]
-    found = results(steps(made(dtype=F64, **settings), 3))
-    ref = by_reference(F64, 3, start=F64, **settings)
-    for mine, expected in zip(sum(found, []), sum(ref, []), strict=True):
-        numerics.assert_close(mine, expected, expected, case=name)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -122,7 +113,7 @@ def test_singular_values_come_near_one():
     assert 0.6 < found.min() and found.max() < 1.3
 
 
-@pytest.mark.parametrize("rows", [256, 257, 300, 515])
+@pytest.mark.parametrize("rows", [256, 257, 515])
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_strips_are_the_whole_product(rows, dtype):
     x = torch.randn(2, rows, rows + 20, dtype=dtype) / rows

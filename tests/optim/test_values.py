@@ -200,38 +200,14 @@ def test_a_step_rounds_once(dtype, state_dtype, name):
 
 
 @pytest.mark.isa
-@names
+@all_names
 @pytest.mark.parametrize(
     "dtype, master", [(BF16, "fp32"), (F16, "fp32"), (BF16, "remainder16")], ids=str
 )
-def test_masters(dtype, master, name):
-    """The master equals the parameter of a float32 run; the parameter is the master, rounded."""
-    start, gradients = drawn(dtype)
-    flags = {key: value for key, value in FLAGS[name].items() if key != "amsgrad"}
-    extras = {"master": master, "state_dtype": F32}
-    found = run(ours(name), start, gradients, dtype, SIZES, **flags, **extras)
-    ref = run(stock(name), start, gradients, F64, **flags)
-    base = run(stock(name), start, gradients, **flags)
-    for p, whole in zip(found["param"], found["master"], strict=True):
-        assert p.dtype == dtype and whole.dtype == F32
-        assert same(p, rounded_away(whole, dtype))
-    keep = None
-    if name == "Lion":
-        scale = torch.tensor(SCALES).repeat_interleave(QUARTER)
-        keep = ref["closest"][-1] > 1e-6 * scale
-    found["param"] = found["master"]
-    keys = set(found) - {"step", "master"}
-    assert keys == set(base) - {"step", "closest"}
-    check_run(found, ref, base, keys, keep)
-
-
-@pytest.mark.isa
-@all_names
-@pytest.mark.parametrize("master", ["fp32", "remainder16"])
-def test_masters_are_a_float32_run(master, name):
+def test_masters_are_a_float32_run(dtype, master, name):
     """And averages are those of that run: of its results before they are rounded."""
     options = {} if name in ("Adafactor", "LAMB") else {"state_dtype": F32}
-    optimizer = like(name, master=master, ema_decay=0.9, **options)
+    optimizer = like(name, dtype=dtype, master=master, ema_decay=0.9, **options)
     params = [p.detach().float().requires_grad_() for p in members(optimizer)]
     wide = built(name, params, ema_decay=0.9)
     for number in range(10):
@@ -243,6 +219,8 @@ def test_masters_are_a_float32_run(master, name):
     for (index, key), value in expected.items():
         if key != "grad":
             assert same(shown[index, "master" if key == "param" else key], value), (index, key)
+        if key == "param":
+            assert same(shown[index, "param"], rounded_away(value, dtype))
 
 
 @names
