@@ -91,9 +91,7 @@ def in_parallel(model):
         block = f"blocks.{number}"
         for part in ("attention", "mlp"):
             plan[f"{block}.{part}"] = PrepareModuleInput(
-                input_layouts=(by_tokens,),
-                desired_input_layouts=(entire,),
-                use_local_output=True,
+                input_layouts=(by_tokens,), desired_input_layouts=(entire,), use_local_output=True
             )
         for norm in ("norm1", "norm2"):
             plan[f"{block}.{norm}"] = SequenceParallel()
@@ -165,12 +163,7 @@ def test_a_swapped_model_in_tensor_and_sequence_parallel(backend, blocks):
 
 
 @pytest.mark.parametrize(
-    "backend, which",
-    [
-        ("aot_eager", "layers"),
-        ("aot_eager", "broken"),
-        ("inductor", "layers"),
-    ],
+    "backend, which", [("aot_eager", "layers"), ("aot_eager", "broken"), ("inductor", "layers")]
 )
 @pytest.mark.slow
 @on_ranks(2)

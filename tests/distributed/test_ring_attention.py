@@ -350,30 +350,3 @@ def test_second_derivatives_are_refused():
     tensors = [t.requires_grad_() for t in inputs()[0]]
     with pytest.raises(RuntimeError, match="ring_attention: create_graph must be False, got True"):
         torch.autograd.grad(ring_attention(*tensors).sum(), tensors[0], create_graph=True)
-
-
-def body_of_steps(size):
-    """A model of one layer, trained on shards as in one process."""
-    torch.manual_seed(1)
-    weight = torch.nn.Linear(16, 48, bias=False)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
-    x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(2))
-    x = shard_sequence(x, 1) if size > 1 else x
-    losses = []
-    for _ in range(5):
-        query, key, value = weight(x).view(2, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        output = ring_attention(query, key, value, is_causal=True, dropout_p=0.1)
-        loss = output.square().mean() / size
-        optimizer.zero_grad()
-        loss.backward()
-        dist.all_reduce(weight.weight.grad)
-        optimizer.step()
-        dist.all_reduce(loss.detach_())
-        losses.append(float(loss))
-    return losses
-
-
-def test_training_on_shards_is_training():
-    expected = run(1, body_of_steps, 1)[0]
-    for found in run(2, body_of_steps, 2):
-        assert found == pytest.approx(expected, rel=1e-5)

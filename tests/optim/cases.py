@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 
@@ -237,6 +238,14 @@ def assert_same(one, two, case=""):
     assert one.keys() == two.keys(), case
     different = [key for key in one if not same(one[key], two[key])]
     assert not different, f"{case}: {different} differ"
+
+
+@contextlib.contextmanager
+def unchanged(optimizer):
+    """After the block the optimizer is what it was before."""
+    before = snapshot(optimizer)
+    yield
+    assert_same(snapshot(optimizer), before)
 
 
 def made(name, sizes, dtype=F32, seed=0, cls=None, **extras):

@@ -36,6 +36,7 @@ from tests.optim.cases import (
     steps,
     stock,
     torch_names,
+    unchanged,
     without_gradients,
 )
 from tests.support.dtypes import BF16, F16, F32
@@ -288,23 +289,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(spoil, name):
             optimizer = steps(like(name, dtype=F32, **extras), taken)
             give_gradients(optimizer, 99)
             error, message = spoil(optimizer, members(optimizer)[2])
-            before = snapshot(optimizer)
-            with pytest.raises(error, match=message):
+            with unchanged(optimizer), pytest.raises(error, match=message):
                 optimizer.step()
-            assert_same(snapshot(optimizer), before)
 
 
 @all_names
 def test_a_closure_that_raises_leaves_all_as_it_was(name):
-    optimizer = steps(like(name), 2)
-    before = snapshot(optimizer)
-
     def closure():
         raise KeyError("closure")
 
-    with pytest.raises(KeyError):
+    optimizer = steps(like(name), 2)
+    with unchanged(optimizer), pytest.raises(KeyError):
         optimizer.step(closure)
-    assert_same(snapshot(optimizer), before)
 
 
 @all_names

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from onepass import numerics
-from tests.optim.cases import (
-    ours,
-    same,
-    snapshot,
-    steps,
-    stock,
-    through_pickle,
-    torch_names,
-)
+from tests.optim.cases import ours, same, snapshot, steps, stock, through_pickle, torch_names
 from tests.support import fresh
 from tests.support.dtypes import F32, F64
 

@@ -347,6 +347,17 @@ BLOCK_READ, BLOCK_WRITTEN = 96 + 4 + 4, 4  # settings, step and ticket; ticket
 COUNT = 4  # a tensor's step, read and written by the last block
 
 
+def check_pass(emulator, call: Step, read: int, written: int, of_block: int = 0) -> int:
+    """Bytes of an element, and what a block reads beside its settings. Returns the blocks."""
+    elements = sum(t.param.numel() for t in call.tensors)
+    scales = sum(scale.nbytes for t in call.tensors for scale in t.scales)
+    counted, counts = on_cuda(call, emulator), COUNT * len(call.tensors)
+    blocks = counted["splits"]
+    assert counted["read"] == read * elements + scales + blocks * (BLOCK_READ + of_block) + counts
+    assert counted["written"] == written * elements + scales + blocks * BLOCK_WRITTEN + counts
+    return blocks
+
+
 @pytest.mark.parametrize("average", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["f32", "bf16, f32 master", "bf16, remainder", "bf16, codes"])
 def test_averages_are_part_of_the_pass(emulator, name, average):
@@ -354,46 +365,28 @@ def test_averages_are_part_of_the_pass(emulator, name, average):
     *dtypes, read, written = ONE_PASS[name]
     if dtypes[0] is F32:
         average = F32
-    elements, size = 2 * PIECE, average.itemsize
-    counted = on_cuda(Step(ADAM, [make(elements, *dtypes, average=average)], hyper({})), emulator)
-    scales = 2 * 4 * elements // cases.BLOCK if dtypes[2] is INT8 else 0
-    assert counted["read"] == (read + size) * elements + scales + 2 * BLOCK_READ + COUNT
-    assert counted["written"] == (written + size) * elements + scales + 2 * BLOCK_WRITTEN + COUNT
+    call = Step(ADAM, [make(2 * PIECE, *dtypes, average=average)], hyper({}))
+    check_pass(emulator, call, read + average.itemsize, written + average.itemsize)
 
 
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_one_pass(emulator, name):
     *dtypes, read, written = ONE_PASS[name]
     assert read + written == TOTALS[list(ONE_PASS).index(name)]
-    sizes = (2 * PIECE, 256, PIECE + 512)
-    tensors = [make(size, *dtypes) for size in sizes]
-    for stochastic in (False, True):
-        counted = on_cuda(
-            Step(
-                ADAM, tensors, hyper({}), stochastic_params=stochastic,
-                stochastic_moments=stochastic,
-            ),
-            emulator,
-        )  # fmt: skip
-        blocks, elements = counted["splits"], sum(sizes)
-        assert blocks == 5
-        scales = 2 * 4 * elements // cases.BLOCK if dtypes[2] is INT8 else 0  # 10.1 bytes in all
-        counts = COUNT * len(sizes)
-        assert counted["read"] == read * elements + scales + blocks * BLOCK_READ + counts
-        assert counted["written"] == written * elements + scales + blocks * BLOCK_WRITTEN + counts
+    tensors = [make(size, *dtypes) for size in (2 * PIECE, 256, PIECE + 512)]
+    for noise in (False, True):
+        call = Step(ADAM, tensors, hyper({}), stochastic_params=noise, stochastic_moments=noise)
+        assert check_pass(emulator, call, read, written) == 5
 
 
 def test_one_pass_of_single_elements(emulator):
     """For tails and unaligned tensors."""
     for numel, operands in ((1001, ()), (1024, ("gradient",))):
         tensors = shift([make(numel, BF16, BF16, F32)], operands)
-        counted = on_cuda(Step(ADAM, tensors, hyper({})), emulator)
-        assert counted["read"] == 12 * numel + BLOCK_READ + COUNT
-        assert counted["written"] == 10 * numel + BLOCK_WRITTEN + COUNT
+        check_pass(emulator, Step(ADAM, tensors, hyper({})), 12, 10)
 
 
 def test_one_pass_of_the_other_algorithms(emulator):
-    elements = 2 * PIECE
     for algorithm, moments, step, read, written in (
         (ADAM, 3, 3, 20, 16),  # amsgrad
         (SGD, 0, 3, 8, 4),
@@ -402,25 +395,17 @@ def test_one_pass_of_the_other_algorithms(emulator):
         (LION, 1, 3, 12, 8),
     ):
         settings = hyper({"amsgrad": moments == 3, "momentum": 0.9 * (moments == 1)})
-        tensors = [make(elements, moments=moments, step=step)]
+        tensors, of_all = [make(2 * PIECE, moments=moments, step=step)], {"norm": 3.0}
+        of_all |= {"grad_scale": 2.0, "found_inf": 0.0}
         for zero in (0, 4):
-            call = Step(
-                algorithm, tensors, settings, zero_gradients=zero > 0, grad_scale=2.0, norm=3.0,
-                found_inf=0.0,
-            )  # fmt: skip
-            call = call.copy()
-            counted = on_cuda(call, emulator)
-            assert counted["read"] == read * elements + 2 * (BLOCK_READ + 16) + COUNT
-            assert counted["written"] == (written + zero) * elements + 2 * BLOCK_WRITTEN + COUNT
+            call = Step(algorithm, tensors, settings, zero_gradients=zero > 0, **of_all).copy()
+            check_pass(emulator, call, read, written + zero, of_block=16)
 
 
 def test_adding_a_gradient_of_16_bits_is_one_pass(emulator):
     """As in `fused_accumulate`: a step of SGD on float32 sums, here with another rate."""
-    elements = 2 * PIECE
-    tensors, plain = [make(elements, F32, BF16, moments=0)], hyper({"momentum": 0.0})
-    counted = on_cuda(Step(SGD, tensors, plain), emulator)
-    assert counted["read"] == 6 * elements + 2 * BLOCK_READ + COUNT
-    assert counted["written"] == 4 * elements + 2 * BLOCK_WRITTEN + COUNT
+    call = Step(SGD, [make(2 * PIECE, F32, BF16, moments=0)], hyper({"momentum": 0.0}))
+    check_pass(emulator, call, 6, 4)
 
 
 # ---- the norm of gradients, and their scaling ----------------------------------------------------
