@@ -30,11 +30,14 @@ def test_messages(device):
     other = "meta" if device == "cpu" else "cpu"
     x, weight = torch.randn(4, 6, device=device), torch.ones(6, device=device)
     target = torch.zeros(4, dtype=torch.int64, device=device)
-    shape = r"input must have shape \(classes,\) or \(rows, classes\), other dimensions being "
+    shape = (
+        r"input must have shape \(classes,\) or \(rows, classes\), other dimensions being "
+        r"flattened"
+    )
     cap = "softcap must be 0 or a positive number that float32 holds, got"
     wrong = {
-        rf"{shape}flattened, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
-        rf"{shape}flattened, got \(\)": {"input": x[0, 0], "target": target[0]},
+        rf"{shape}, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
+        rf"{shape}, got \(\)": {"input": x[0, 0], "target": target[0]},
         r"target must have shape \(4,\), got \(3,\)": {"target": target[:3]},
         r"target must have shape \(4,\), got \(4, 1\)": {"target": target[:, None]},
         r"target must have shape \(\), got \(1,\)": {"input": x[0], "target": target[:1]},
@@ -67,15 +70,21 @@ def test_messages_with_a_layer(device):
     other = "meta" if device == "cpu" else "cpu"
     x, w = torch.randn(4, 6, device=device), torch.randn(9, 6, device=device)
     target, ones = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(9, device=device)
-    shape = r"input must have shape \(in_features,\) or \(rows, in_features\), other dimensions "
-    layer, classes = "linear_weight must have", r"target must have dtype int64, indices of classes"
+    shape = (
+        r"input must have shape \(in_features,\) or \(rows, in_features\), other dimensions being "
+        r"flattened"
+    )
+    classes = r"target must have dtype int64, indices of classes"
     beside = "must have dtype float32, bfloat16 or float16 beside input, got float64"
     wrong = {
-        rf"{shape}being flattened, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
-        rf"{shape}being flattened, got \(\)": {"input": x[0, 0], "target": target[0]},
-        rf"{layer} shape \(classes, 6\), got \(9, 5\)": {"linear_weight": w[:, :5]},
-        rf"{layer} shape \(classes, 6\), got \(6,\)": {"linear_weight": w[0]},
-        rf"{layer} shape \(classes, 6\), got \(\)": {"linear_weight": w[0, 0], "weight": ones},
+        rf"{shape}, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
+        rf"{shape}, got \(\)": {"input": x[0, 0], "target": target[0]},
+        r"linear_weight must have shape \(classes, 6\), got \(9, 5\)": {"linear_weight": w[:, :5]},
+        r"linear_weight must have shape \(classes, 6\), got \(6,\)": {"linear_weight": w[0]},
+        r"linear_weight must have shape \(classes, 6\), got \(\)": {
+            "linear_weight": w[0, 0],
+            "weight": ones,
+        },
         f"linear_weight {beside}": {"linear_weight": w.double()},
         r"linear_bias must have shape \(9,\), got \(8,\)": {"linear_bias": ones[:8]},
         f"linear_bias {beside}": {"linear_bias": ones.double()},

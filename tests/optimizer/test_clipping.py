@@ -175,11 +175,11 @@ def test_all_tensors_are_one_list_of_pieces():
 
 def test_messages():
     floats = "float32, bfloat16, float16 or float64"
-    strides = r"got shape \(3,\) with strides \(2,\)"
+    gaps = r"gradients must have no gaps between their elements, got shape \(3,\) with strides"
     for message, gradients, order in (
         ("norm_type must be 1, 2 or inf, got 3", [torch.ones(2)], 3.0),
         (f"gradients must have dtype {floats}, got int64", [torch.ones(2, dtype=torch.int64)], 2.0),
-        (f"gradients must have no gaps between .*, {strides}", [torch.ones(6)[::2]], 2.0),
+        (gaps, [torch.ones(6)[::2]], 2.0),
     ):
         with pytest.raises(RuntimeError, match=message):
             op(gradients, 1.0, order, False)

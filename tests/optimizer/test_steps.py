@@ -83,8 +83,13 @@ def kept(column, tensor):
     return {"more": [tensor], "row": {column: 3, column + 1: 0}}
 
 
-MASTERS = "masters in float32 for 16-bit parameters, or int16 remainders for bfloat16 ones, got"
-AVERAGES = "averages in the parameter's dtype, or in float32 unless that is float64, got"
+MASTERS = (
+    "states must hold masters in float32 for 16-bit parameters, or int16 remainders for bfloat16 "
+    "ones, got"
+)
+AVERAGES = (
+    "states must hold averages in the parameter's dtype, or in float32 unless that is float64, got"
+)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,11 @@ AVERAGES = "averages in the parameter's dtype, or in float32 unless that is floa
         ("layout must name a row of hyper, got -1", torch.ones(5), {"row": {1: -1}}),
         ("layout must name one of the states, got 3", torch.ones(5), {"row": {STEP: 3}}),
         ("layout must lie within the states, got", torch.ones(5), {"row": {MOMENTS + 1: 1}}),
-        ("float32 step per parameter, got none or", torch.ones(5), {"row": {STEP: -1}}),
+        (
+            "states must hold a float32 step per parameter, got none or another dtype",
+            torch.ones(5),
+            {"row": {STEP: -1}},
+        ),
         (
             "states must hold moments of one dtype, float32, bfloat16, float16 or codes",
             torch.ones(5),
@@ -113,7 +122,7 @@ AVERAGES = "averages in the parameter's dtype, or in float32 unless that is floa
             {"moment": torch.zeros(5).byte()},
         ),
         (
-            "float32 scales beside codes, got none or another dtype",
+            "states must hold float32 scales beside codes, got none or another dtype",
             torch.ones(256),
             {"moment": torch.zeros(256).byte()},
         ),
@@ -155,7 +164,7 @@ def test_messages_of_a_step():
         (f"algorithm must be from 0 to {count - 1}, got {count}", [good], {"algorithm": count}),
         ("gradients must be as many as the table's parameters, 1, got 2", [good, good], {}),
         ("gradients must have their parameter's 20 elements, got 3", [torch.ones(3)], {}),
-        (r"must have their parameter's shape, \(4, 5\), got \(5, 4\)", [turned], {}),
+        (r"gradients must have their parameter's shape, \(4, 5\), got \(5, 4\)", [turned], {}),
         ("gradients must have dtype float32, bfloat16, float16 or float64", [good.int()], {}),
         ("float32, bfloat16 or float16 beside their parameter, got float64", [good.double()], {}),
         ("states must hold 3 moments for these settings, got fewer", [good], {"hyper": [amsgrad]}),
