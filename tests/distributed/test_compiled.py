@@ -248,27 +248,10 @@ def test_a_loss_without_logits_of_other_numbers_of_rows():
 
 
 def body_of_streams(shape, placements):
-    """Parts have streams of their own, replicas one, whatever their generators."""
-    mesh, rank, ones = mesh_of(shape), torch.distributed.get_rank(), torch.ones(64, 64)
     torch._dynamo.reset()
     drop = torch.compile(functional.dropout, fullgraph=True, backend="aot_eager")
     for places in placements:
-        for seed in (7, 7 + rank):
-            torch.manual_seed(seed)
-            x = spread(ones, mesh, places).requires_grad_()
-            y = drop(x, 0.25)
-            y.sum().backward()
-            mine = y.to_local().detach()
-            assert torch.equal(mine, x.grad.to_local())
-            at_each = zip(mesh.get_coordinate(), places, strict=True)
-            place = torch.tensor([at if p.is_shard() else 0 for at, p in at_each])
-            others, there = (
-                [torch.empty_like(t) for _ in range(mesh.size())] for t in (mine, place)
-            )
-            torch.distributed.all_gather(others, mine.contiguous())
-            torch.distributed.all_gather(there, place)
-            for other, at in zip(others, there, strict=True):
-                assert torch.equal(other, mine) == torch.equal(at, place), (places, at, place)
+        operators.check_streams(drop, mesh_of(shape), places)
 
 
 def test_streams_of_dropout():

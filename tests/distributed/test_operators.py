@@ -415,26 +415,40 @@ def test_tensors_of_collectives_on_their_way_keep_their_gradients():
     assert found[0].any() and torch.equal(*found)
 
 
+def check_streams(drop: Callable, mesh, places: list) -> None:
+    """Parts have streams of their own, replicas one, whatever their generators."""
+    ones, rank = torch.ones(64, 64), torch.distributed.get_rank()
+    for seed in (7, 7 + rank):
+        torch.manual_seed(seed)
+        x = spread(ones, mesh, places).requires_grad_()
+        y = drop(x, 0.25)
+        y.sum().backward()
+        mine = y.to_local().detach()
+        assert torch.equal(mine, x.grad.to_local())
+        assert 0.6 < float((mine != 0).float().mean()) < 0.9
+        at_each = zip(mesh.get_coordinate(), places, strict=True)
+        place = torch.tensor([at if p.is_shard() else 0 for at, p in at_each])
+        others, there = ([torch.empty_like(t) for _ in range(mesh.size())] for t in (mine, place))
+        torch.distributed.all_gather(others, mine.contiguous())
+        torch.distributed.all_gather(there, place)
+        for other, at in zip(others, there, strict=True):
+            assert torch.equal(other, mine) == torch.equal(at, place), (places, at, place)
+
+
+def counted_dropout(x, p):
+    """Replicas agree on a seed; nothing else is sent."""
+    with CommDebugMode() as counted:
+        y = functional.dropout(x, p)
+    counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+    assert counts == ({"broadcast_": 1} if x.placements == (R,) else {})
+    return y
+
+
 @on_ranks(2)
 def test_streams_of_dropout():
-    """Parts have streams of their own, replicas one, whatever their generators."""
-    mesh, rank = mesh_of((2,)), torch.distributed.get_rank()
-    ones = torch.ones(64, 64)
-    for seeds in ((7, 7), (7, 8)):
-        for place in (S0, S1, R):
-            torch.manual_seed(seeds[rank])
-            x = spread(ones, mesh, [place]).requires_grad_()
-            with CommDebugMode() as counted:
-                y = functional.dropout(x, 0.25)
-            y.sum().backward()
-            mine = y.to_local()
-            assert torch.equal(mine, x.grad.to_local())
-            assert 0.6 < float((mine != 0).float().mean()) < 0.9
-            others = [torch.empty_like(mine) for _ in range(2)]
-            torch.distributed.all_gather(others, mine.detach().contiguous())
-            assert torch.equal(*others) == (place == R)
-            counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
-            assert counts == ({"broadcast_": 1} if place == R else {})
+    mesh, rank, ones = mesh_of((2,)), torch.distributed.get_rank(), torch.ones(64, 64)
+    for place in (S0, S1, R):
+        check_streams(counted_dropout, mesh, [place])
     q = spread(torch.randn(2, 2, 16, 8), mesh, [S1])
     value = torch.ones(2, 2, 16, 8)
     value = spread(value, mesh, [S1]).requires_grad_()
@@ -443,7 +457,7 @@ def test_streams_of_dropout():
     # Linear in value: y = P value, so y . y = value . P^T y.
     torch.testing.assert_close((again * value).to_local().sum(), (y * y).to_local().sum())
     torch.manual_seed(rank)
-    scale = functional.drop_path_scale(x, 0.5)
+    scale = functional.drop_path_scale(spread(ones, mesh, [R]), 0.5)
     branch = spread(ones, mesh, [S1])
     y = functional.add_dropout(branch, branch, 0.0, row_scale=scale).full_tensor()
     assert bool((y == y[:, :1]).all())
