@@ -11,7 +11,16 @@ from onepass import numerics
 from onepass.optim import tables
 from onepass.optim.contract import Hyper
 from onepass.reference import optimizer as reference
-from tests.optim.cases import everything, give_gradients, made, members, over_copies, steps, stock
+from tests.optim.cases import (
+    everything,
+    give_gradients,
+    made,
+    members,
+    over_copies,
+    steps,
+    stock,
+    unchanged,
+)
 from tests.support.dtypes import BF16, F32, F64
 from tests.support.injection import interruptions
 
@@ -162,6 +171,17 @@ def test_small_states_are_refused(state_dtype, name):
 def test_messages_of_lamb(settings, message):
     with pytest.raises(ValueError, match=message):
         made("LAMB", SHAPES, **settings)
+
+
+@names
+def test_states_of_another_shape_are_not_loaded(name):
+    optimizer = steps(made(name, SHAPES), 2)
+    checkpoint = optimizer.state_dict()
+    key = list(checkpoint["state"][0])[1]
+    checkpoint["state"][0][key] = torch.ones(3)
+    message = f"{name}: {key} of parameter 0 must have shape"
+    with unchanged(optimizer), pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(checkpoint)
 
 
 @pytest.mark.parametrize("name, taken", [("Adafactor", 2), ("LAMB", 0)])
