@@ -195,7 +195,7 @@ def test_a_step_is_whole_wherever_it_is_interrupted(taken, name):
     after.step()
     states = [everything(one, False) for one in (before, after)]
     met = set()
-    for at, optimizer in interruptions(make, lambda one: one.step(), most=60):
+    for at, optimizer in interruptions(make, lambda one: one.step(), most=40):
         found = everything(optimizer, False)
         assert found in states, f"bytecode {at}: neither before nor after"
         met.add(states.index(found))
