@@ -59,6 +59,14 @@ def spread(value: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
     )
 
 
+def placed_as(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A gradient of an output, placed as that is; whole where it is partial."""
+    if not isinstance(output, DTensor):
+        return value
+    whole = [Replicate() if p.is_partial() else p for p in output.placements]
+    return spread(value, output.device_mesh, whole)
+
+
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

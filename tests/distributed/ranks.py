@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -66,6 +67,20 @@ def run(size: int, body: Callable, *args, timeout: float = TIMEOUT) -> list:
         del _groups[size]
         group.close()
         raise
+
+
+def on_ranks(size: int) -> Callable:
+    """A test whose body runs on each of `size` processes, with the test's arguments."""
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(**arguments) -> None:
+            run(size, test, arguments)
+
+        test.on_rank = lambda arguments: body(**arguments)
+        return test
+
+    return decorate
 
 
 class _Group:
@@ -171,6 +186,7 @@ def _serve(rank: int, size: int, folder: str, calls: Connection) -> None:
         try:
             body, args = pickle.loads(work)
             torch.manual_seed(0)
+            body = getattr(body, "on_rank", body)
             passed, answer = True, pickle.dumps(body(*args))
         except Exception:
             passed, answer = False, pickle.dumps(traceback.format_exc())

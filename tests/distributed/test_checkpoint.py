@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import onepass
 from tests.distributed.dtensors import mesh_of, spread, whole
-from tests.distributed.ranks import distributed, run
-from tests.optim.cases import BF16, F32, assert_same
+from tests.distributed.ranks import distributed, on_ranks, run
+from tests.optim.cases import assert_same
+from tests.support.dtypes import BF16, F32
 
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -74,20 +75,20 @@ def made(size, key, seed=6):
 
 
 def saved(size, folder, keys):
-    """The state saved after three steps, and the state of the same run after six."""
+    """The state saved after two steps, and the state of the same run after four."""
     results = {}
     for key in keys:
         model, optimizer = made(size, key)
-        advance(model, optimizer, range(3))
+        advance(model, optimizer, range(2))
         dcp.save(parts_of(model, optimizer), checkpoint_id=str(Path(folder) / key))
         before = contents(model, optimizer)
-        advance(model, optimizer, range(3, 6))
+        advance(model, optimizer, range(2, 4))
         results[key] = before, contents(model, optimizer)
     return results
 
 
 def loaded(size, folder, keys):
-    """The loaded state, and the state after three more steps."""
+    """The loaded state, and the state after two more steps."""
     results = {}
     for key in keys:
         model, optimizer = made(size, key, seed=7)
@@ -96,7 +97,7 @@ def loaded(size, folder, keys):
         helpers.set_model_state_dict(model, parts["model"])
         helpers.set_optimizer_state_dict(model, optimizer, parts["optimizer"])
         before = contents(model, optimizer)
-        advance(model, optimizer, range(3, 6))
+        advance(model, optimizer, range(2, 4))
         results[key] = before, contents(model, optimizer)
     return results
 
@@ -148,10 +149,12 @@ def test_a_checkpoint_of_some_processes_is_loaded_by_others(sizes, part, tmp_pat
                 assert not torch.equal(other_end[name], found[name]), (key, name)
 
 
-def body_of_gathering(key):
+@pytest.mark.parametrize("key", ["remainder16, None", "fp32, int8", "stochastic, None"])
+@on_ranks(2)
+def test_a_gathered_state_continues_bitwise(key):
     """One whole state on rank 0, handed to all by set_optimizer_state_dict."""
     model, optimizer = made(2, key)
-    advance(model, optimizer, range(3))
+    advance(model, optimizer, range(2))
     gathers = helpers.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, states = helpers.get_state_dict(model, optimizer, options=gathers)
     spreads = helpers.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -160,13 +163,8 @@ def body_of_gathering(key):
     helpers.set_optimizer_state_dict(other, resumed, states, options=spreads)
     assert_same(contents(other, resumed), contents(model, optimizer))
     for one, its in ((model, optimizer), (other, resumed)):
-        advance(one, its, range(3, 6))
+        advance(one, its, range(2, 4))
     assert_same(contents(other, resumed), contents(model, optimizer))
-
-
-@pytest.mark.parametrize("key", ["remainder16, None", "fp32, int8", "stochastic, None"])
-def test_a_gathered_state_continues_bitwise(key):
-    run(2, body_of_gathering, key)
 
 
 def test_masters_of_either_form_load_the_others(tmp_path):

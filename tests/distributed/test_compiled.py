@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,8 +24,8 @@ from onepass import functional, numerics
 from onepass._policy import small_calls
 from tests.distributed import test_operators as operators
 from tests.distributed import test_training as training
-from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import distributed, run
+from tests.distributed.dtensors import mesh_of, spread, whole
+from tests.distributed.ranks import distributed, on_ranks, run
 from tests.distributed.test_training import WIDTH
 
 # The compiler warns of side effects in collectives and hooks, which are torch's.
@@ -91,9 +91,7 @@ def in_parallel(model):
         block = f"blocks.{number}"
         for part in ("attention", "mlp"):
             plan[f"{block}.{part}"] = PrepareModuleInput(
-                input_layouts=(by_tokens,),
-                desired_input_layouts=(entire,),
-                use_local_output=True,
+                input_layouts=(by_tokens,), desired_input_layouts=(entire,), use_local_output=True
             )
         for norm in ("norm1", "norm2"):
             plan[f"{block}.{norm}"] = SequenceParallel()
@@ -114,7 +112,7 @@ def trained(model, call, rows=slice(None), steps=3, average=False):
 def small_calls_too():
     """torch's own kernels are left for none."""
     bounds = ("LEAST_NORM", "LEAST_ATTENTION", "LEAST_GATE", "LEAST_LINEAR")
-    return [mock.patch.dict(getattr(small_calls, name), clear=True) for name in bounds]
+    return mock.patch.multiple(small_calls, **{name: {} for name in bounds})
 
 
 class Graphs:
@@ -142,25 +140,6 @@ def references(blocks):
     return results
 
 
-def body_of_parallel(backend, blocks):
-    """Eager and compiled, both by the rule; what an operator loses would show in gradients."""
-    ref, base = references(blocks)
-    patches = small_calls_too()
-    for patch in patches:
-        patch.start()
-    try:
-        eager = in_parallel(network(True, blocks))
-        check(trained(eager, eager), base, ref)
-        torch._dynamo.reset()
-        counted, model = Graphs(backend), in_parallel(network(True, blocks))
-        compiled = torch.compile(model, fullgraph=True, backend=counted)
-        check(trained(model, compiled), base, ref)
-        assert counted.graphs == 1
-    finally:
-        for patch in patches:
-            patch.stop()
-
-
 @pytest.mark.parametrize(
     "backend, blocks",
     [
@@ -169,11 +148,26 @@ def body_of_parallel(backend, blocks):
         pytest.param("inductor", 1, marks=pytest.mark.slow),
     ],
 )
+@on_ranks(2)
 def test_a_swapped_model_in_tensor_and_sequence_parallel(backend, blocks):
-    run(2, body_of_parallel, backend, blocks)
+    """Eager and compiled, both by the rule; what an operator loses would show in gradients."""
+    ref, base = references(blocks)
+    with small_calls_too():
+        eager = in_parallel(network(True, blocks))
+        check(trained(eager, eager), base, ref)
+        torch._dynamo.reset()
+        counted, model = Graphs(backend), in_parallel(network(True, blocks))
+        compiled = torch.compile(model, fullgraph=True, backend=counted)
+        check(trained(model, compiled), base, ref)
+        assert counted.graphs == 1
 
 
-def body_of_shards(backend, which):
+@pytest.mark.parametrize(
+    "backend, which", [("aot_eager", "layers"), ("aot_eager", "broken"), ("inductor", "layers")]
+)
+@pytest.mark.slow
+@on_ranks(2)
+def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
     ref, base = references(1)
     rank = torch.distributed.get_rank()
     torch._dynamo.reset()
@@ -191,45 +185,10 @@ def body_of_shards(backend, which):
     assert counted.graphs >= len(model.blocks)
 
 
-@pytest.mark.parametrize(
-    "backend, which",
-    [
-        ("aot_eager", "layers"),
-        ("aot_eager", "broken"),
-        ("inductor", "layers"),
-    ],
-)
-@pytest.mark.slow
-def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
-    run(2, body_of_shards, backend, which)
-
-
 def body_of_operators(names):
     for name in names:
-        case, mesh = operators.CASES[name], mesh_of((2,))
         torch._dynamo.reset()
-        ref, base = (operators.of_whole(case, dtype) for dtype in (torch.float64, torch.float32))
-        parts = {
-            tensor: distribute_tensor(
-                value, mesh, [case.places[-1].get(tensor, Replicate())], src_data_rank=None
-            ).requires_grad_()
-            for tensor, value in operators.drawn(case, torch.float32).items()
-        }
-        call = torch.compile(case.call, fullgraph=True, backend="aot_eager")
-        outputs = operators.listed(call(**parts))
-        gradients = [
-            distribute_tensor(
-                gradient,
-                mesh,
-                [Replicate() if p.is_partial() else p for p in output.placements],
-                src_data_rank=None,
-            )
-            for gradient, output in zip(operators.upstream(outputs), outputs, strict=True)
-        ]
-        found = torch.autograd.grad(outputs, list(parts.values()), gradients)
-        pairs = zip((*outputs, *found), sum(ref, []), sum(base, []), strict=True)
-        for mine, right, stock in pairs:
-            numerics.assert_close(whole(mine), right, stock, case=name)
+        operators.body(name, compiled=True)
 
 
 BY_A_MASK = "attention with a block mask"  # which is made outside of a graph
@@ -242,12 +201,10 @@ def test_operators_on_dtensors():
 
 
 @pytest.mark.slow
-def test_a_loss_of_classes_in_parts():
-    run(2, body_of_operators, ["cross_entropy of classes in parts"])
-
-
-def body_of_wrong_options():
-    x = distribute_tensor(torch.ones(8, 9), mesh_of((2,)), [Shard(1)], src_data_rank=None)
+@on_ranks(2)
+def test_wrong_options_of_a_loss_of_classes_in_parts():
+    """The operators get others: a share of the smoothing, no z_loss, a part of the weights."""
+    x = spread(torch.ones(8, 9), mesh_of((2,)), [Shard(1)])
     target = torch.zeros(8, dtype=torch.int64)
     for wrong in (
         {"label_smoothing": 1.5},
@@ -266,19 +223,14 @@ def body_of_wrong_options():
     assert loss(x, target + 9, weight=torch.ones(9)).to_local().isnan()
 
 
-@pytest.mark.slow
-def test_wrong_options_of_a_loss_of_classes_in_parts():
-    """The operators get others: a share of the smoothing, no z_loss, a part of the weights."""
-    run(2, body_of_wrong_options)
-
-
-def body_of_rows():
+@on_ranks(2)
+def test_a_loss_without_logits_of_other_numbers_of_rows():
     """From the second number of rows on, a graph is for all that have as many chunks of 256."""
-    mesh, backend = mesh_of((2,)), Graphs("aot_eager")
+    mesh, backend = mesh_of((2,)), Graphs("eager")
     torch._dynamo.reset()
     loss = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=backend)
     weight = torch.randn(24, 16)
-    for rows, graphs in ((300, 1), (310, 2), (512, 2), (600, 3), (301, 3)):
+    for rows, graphs in ((300, 1), (310, 2), (512, 2), (600, 3)):
         x, target = torch.randn(rows, 16), torch.randint(0, 24, (rows,))
         results = []
         for dtype in (torch.float64, torch.float32):
@@ -286,7 +238,7 @@ def body_of_rows():
             F.cross_entropy(F.linear(*alone), target).backward()
             results.append([t.grad for t in alone])
         parts = [
-            distribute_tensor(t.detach(), mesh, [place], src_data_rank=None).requires_grad_()
+            spread(t.detach(), mesh, [place]).requires_grad_()
             for t, place in ((x, Replicate()), (weight, Shard(0)))
         ]
         loss(*parts, target).backward()
@@ -295,36 +247,11 @@ def body_of_rows():
             numerics.assert_close(whole(mine.grad), right, stock, case=f"{rows} rows")
 
 
-def test_a_loss_without_logits_of_other_numbers_of_rows():
-    run(2, body_of_rows)
-
-
 def body_of_streams(shape, placements):
-    """Parts have streams of their own, replicas one, whatever their generators."""
-    mesh, rank, ones = mesh_of(shape), torch.distributed.get_rank(), torch.ones(64, 64)
     torch._dynamo.reset()
     drop = torch.compile(functional.dropout, fullgraph=True, backend="aot_eager")
     for places in placements:
-        for seed in (7, 7 + rank):
-            torch.manual_seed(seed)
-            x = distribute_tensor(ones, mesh, places, src_data_rank=None).requires_grad_()
-            y = drop(x, 0.25)
-            y.sum().backward()
-            mine = y.to_local().detach()
-            assert torch.equal(mine, x.grad.to_local())
-            place = torch.tensor(
-                [
-                    at if p.is_shard() else 0
-                    for at, p in zip(mesh.get_coordinate(), places, strict=True)
-                ]
-            )
-            others, there = (
-                [torch.empty_like(t) for _ in range(mesh.size())] for t in (mine, place)
-            )
-            torch.distributed.all_gather(others, mine.contiguous())
-            torch.distributed.all_gather(there, place)
-            for other, at in zip(others, there, strict=True):
-                assert torch.equal(other, mine) == torch.equal(at, place), (places, at, place)
+        operators.check_streams(drop, mesh_of(shape), places)
 
 
 def test_streams_of_dropout():

@@ -14,11 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
@@ -34,10 +30,10 @@ ADAMW = FLAGS["AdamW"]
 PAIR = (onepass.optim.AdamW, torch.optim.AdamW)
 
 
-def made(optimizer_class):
+def made(optimizer_class, swapped=True):
     """A network, swapped where the optimizer is ours."""
     model = network()
-    if optimizer_class is onepass.optim.AdamW:
+    if swapped and optimizer_class is onepass.optim.AdamW:
         assert {entry["kind"] for entry in onepass.swap(model).swapped} >= {"norm"}
     return model
 
@@ -48,36 +44,89 @@ def same(losses, parameters, other_losses, other_parameters):
     return torch.equal(losses, other_losses) and all(torch.equal(one, two) for one, two in pairs)
 
 
-def compared(parallel, steps, optimizer=None):
-    """Trains both in the same engine; rows of the batch are shared out."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
-    results = []
-    for cls in PAIR:
-        model = parallel(made(cls))
-        stepped = (optimizer or cls)(
-            model.parameters(), **ADAMW, **({"of": cls} if optimizer else {})
-        )
-        results.append(trained(model, stepped, steps, rows, average=True))
-        runs = any(isinstance(m, classes.Swapped) for m in model.modules())
-        assert runs == (cls is PAIR[0])
-    check(*results, in_one_process("AdamW", steps))
+# ---- engines, each of which makes a network one of several processes -----------------------------
 
 
-# ---- ZeRO: each rank holds the state of a part of the parameters ---------------------------------
+def sharded(model, **options):
+    for part in (*model.blocks, model):
+        fully_shard(part, **{"mesh": mesh_of((2,)), **options})
+    return model
+
+
+def hybrid(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return sharded(model, mesh=mesh)
+
+
+def checkpointed(model):
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT)
+    return sharded(model)
+
+
+def offloaded(model):
+    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def in_low_precision(model):
+    """bfloat16 inside, losses as close to float64's as stock's are."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharded(model, mp_policy=policy)
+
+
+def in_columns_and_rows(model):
+    plan = {}
+    for number in range(2):
+        plan[f"blocks.{number}.up"] = ColwiseParallel()
+        plan[f"blocks.{number}.down"] = RowwiseParallel()
+    return parallelize_module(model, mesh_of((2,)), plan)
 
 
 def redundant_nowhere(parameters, of, **settings):
+    """ZeRO: each rank holds the state of a part of the parameters."""
     return ZeroRedundancyOptimizer(parameters, optimizer_class=of, **settings)
 
 
-def body_of_zero(steps):
-    compared(DistributedDataParallel, steps, redundant_nowhere)
+def body_of_training(parallel, steps, swapped=True, optimizer=None):
+    """Ours and torch's optimizer in the same engine; rows of the batch are shared out."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
+    has_parts = parallel is not in_columns_and_rows
+    results = []
+    for cls in PAIR:
+        model = parallel(made(cls, swapped))
+        of = {"of": cls} if optimizer else {}
+        stepped = (optimizer or cls)(model.parameters(), **ADAMW, **of)
+        rows_of_rank = rows if has_parts else slice(None)
+        results.append(trained(model, stepped, steps, rows_of_rank, average=has_parts))
+        runs = any(isinstance(m, classes.Swapped) for m in model.modules())
+        assert runs == (swapped and cls is PAIR[0])
+    check(*results, in_one_process("AdamW", steps))
+
+
+@STEPS
+@pytest.mark.parametrize(
+    "parallel",
+    [DistributedDataParallel, sharded, checkpointed, offloaded, in_low_precision,
+     in_columns_and_rows],
+)  # fmt: skip
+def test_an_engine_trains_as_with_torchs_optimizer(parallel, steps):
+    run(2, body_of_training, parallel, steps)
+
+
+@STEPS
+def test_shards_of_a_network_that_is_not_swapped(steps):
+    run(2, body_of_training, sharded, steps, False)
 
 
 @STEPS
 def test_zero_redundancy_optimizer(steps):
-    run(2, body_of_zero, steps)
+    run(2, body_of_training, DistributedDataParallel, steps, True, redundant_nowhere)
+
+
+@STEPS
+def test_hybrid_sharding_on_four_processes(steps):
+    run(4, body_of_training, hybrid, steps)
 
 
 def body_of_consolidation():
@@ -108,29 +157,6 @@ def test_a_consolidated_state_is_that_of_one_process():
     assert run(1, body_of_going_on, weights, state) == [True]
 
 
-# ---- FSDP2 ---------------------------------------------------------------------------------------
-
-
-def sharded(model, **options):
-    for part in (*model.blocks, model):
-        fully_shard(part, **{"mesh": mesh_of((2,)), **options})
-    return model
-
-
-def hybrid(model):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return sharded(model, mesh=mesh)
-
-
-def body_of_hybrid_shards(steps):
-    compared(hybrid, steps)
-
-
-@STEPS
-def test_hybrid_sharding_on_four_processes(steps):
-    run(4, body_of_hybrid_shards, steps)
-
-
 def body_of_replicas_of_shards():
     """Processes with the same shard have the same bits, and the two shards form the whole."""
     model = hybrid(made(onepass.optim.AdamW))
@@ -145,65 +171,6 @@ def test_replicas_of_shards_are_the_same():
     norms = torch.as_tensor(norm), torch.as_tensor(other)
     assert same(norms[0], a, norms[1], c) and same(norms[0], b, norms[0], d)
     assert not same(norms[0], a, norms[0], b)
-
-
-def checkpointed(model):
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT)
-    return sharded(model)
-
-
-def body_of_checkpointed_shards(steps):
-    compared(checkpointed, steps)
-
-
-@STEPS
-def test_activation_checkpointing_of_shards(steps):
-    run(2, body_of_checkpointed_shards, steps)
-
-
-def body_of_offloaded_shards(steps):
-    compared(lambda model: sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), steps)
-
-
-@STEPS
-def test_shards_that_are_offloaded_to_the_cpu(steps):
-    run(2, body_of_offloaded_shards, steps)
-
-
-def body_of_low_precision(steps):
-    """bfloat16 inside, losses as close to float64's as stock's are."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    compared(lambda model: sharded(model, mp_policy=policy), steps)
-
-
-@STEPS
-def test_mixed_precision_of_swapped_shards(steps):
-    run(2, body_of_low_precision, steps)
-
-
-# ---- tensor parallelism of a swapped model -------------------------------------------------------
-
-
-def in_columns_and_rows(model):
-    plan = {}
-    for number in range(2):
-        plan[f"blocks.{number}.up"] = ColwiseParallel()
-        plan[f"blocks.{number}.down"] = RowwiseParallel()
-    return parallelize_module(model, mesh_of((2,)), plan)
-
-
-def body_of_columns_and_rows(steps):
-    results = []
-    for cls in PAIR:
-        model = in_columns_and_rows(made(cls))
-        results.append(trained(model, cls(model.parameters(), **ADAMW), steps))
-    check(*results, in_one_process("AdamW", steps))
-
-
-@STEPS
-def test_columns_and_rows_of_a_swapped_model(steps):
-    run(2, body_of_columns_and_rows, steps)
 
 
 # ---- replicas stay equal -------------------------------------------------------------------------

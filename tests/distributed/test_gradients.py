@@ -9,17 +9,14 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import onepass
 from onepass import numerics
 from tests.distributed.dtensors import mesh_of, pairs, spread, whole
-from tests.distributed.ranks import distributed, run
-from tests.optim.cases import BF16, F32, FLAGS, NAMES, assert_same, ours, same, snapshot
+from tests.distributed.ranks import distributed, on_ranks, run
+from tests.optim.cases import FLAGS, NAMES, assert_same, ours, same, snapshot
+from tests.support.dtypes import BF16, F32
 
 pytestmark = distributed
 
@@ -39,8 +36,9 @@ def parameters(mesh, places, shape=(5, 4), dtype=F32):
     ]
 
 
-def body_of_clipping(mesh_shape):
-    mesh = mesh_of(mesh_shape)
+@on_ranks(2)
+def test_clip_grad_norm_is_torchs():
+    mesh = mesh_of((2,))
     for norm_type in (2.0, 1.0, float("inf")):
         found, expected = [], []
         for clip, params in (
@@ -58,11 +56,8 @@ def body_of_clipping(mesh_shape):
             assert same(whole(p.grad), whole(q.grad))
 
 
-def test_clip_grad_norm_is_torchs():
-    run(2, body_of_clipping, (2,))
-
-
-def body_of_two_shardings():
+@on_ranks(4)
+def test_the_norm_is_of_all_shards_of_shards():
     """FSDP2 over tensor parallelism: torch calls the shards of shards neither sharded nor whole."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("d", "t"))
     model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
@@ -87,11 +82,9 @@ def body_of_two_shardings():
         numerics.assert_close(whole(found), ref, base)
 
 
-def test_the_norm_is_of_all_shards_of_shards():
-    run(4, body_of_two_shardings)
-
-
-def body_of_skipping(how):
+@pytest.mark.parametrize("how", ["found_inf", "norm"])
+@on_ranks(2)
+def test_ranks_skip_a_step_together(how):
     """Scaled gradients, zeroed in any case; one rank says that they are not finite."""
     mesh, rank = mesh_of((2,)), torch.distributed.get_rank()
     params = parameters(mesh, PLACES)
@@ -113,12 +106,8 @@ def body_of_skipping(how):
             assert entry["step"] == 1
 
 
-@pytest.mark.parametrize("how", ["found_inf", "norm"])
-def test_ranks_skip_a_step_together(how):
-    run(2, body_of_skipping, how)
-
-
-def body_of_scaling():
+@on_ranks(2)
+def test_grad_scaler_scales_gradients_in_any_placement():
     """torch's GradScaler, gradients in every placement: the steps of gradients without a scale."""
     mesh = mesh_of((2,))
     results = []
@@ -143,11 +132,8 @@ def body_of_scaling():
         assert same(one, two)
 
 
-def test_grad_scaler_scales_gradients_in_any_placement():
-    run(2, body_of_scaling)
-
-
-def body_of_late():
+@on_ranks(2)
+def test_gradients_of_collectives_are_waited_for():
     """Gradients whose collectives are still running when they are read first."""
     mesh, group = mesh_of((2,)), mesh_of((2,)).get_group()
     results = []
@@ -170,11 +156,9 @@ def body_of_late():
         assert same(one, two)
 
 
-def test_gradients_of_collectives_are_waited_for():
-    run(2, body_of_late)
-
-
-def body_of_refusals(name):
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_gradients_that_torch_refuses_are_refused(name):
     """They are refused as by torch, before anything changes."""
     mesh = mesh_of((2,))
     sharded, plain = parameters(mesh, [(Shard(0),)])[0], torch.nn.Parameter(drawn((5, 4), 3))
@@ -204,12 +188,17 @@ def body_of_refusals(name):
         assert all(same(whole(p), was) for p, was in zip(params, before, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_that_torch_refuses_are_refused(name):
-    run(2, body_of_refusals, name)
+def stepped(cls, place):
+    p = torch.nn.Parameter(place(drawn((5, 4), 1)))
+    optimizer = cls([p], **FLAGS["SGD"])
+    for number in range(3):
+        p.grad = place(drawn((5, 4), 2 + number))
+        optimizer.step()
+    return whole(p)
 
 
-def body_of_sums():
+@on_ranks(2)
+def test_sgd_steps_partial_parameters():
     """SGD is linear: each rank steps with its own part of the sum, as torch's does.
 
     The exact result is that of ordinary tensors: for a `Partial` in float64 torch's ranks do not
@@ -223,20 +212,8 @@ def body_of_sums():
     numerics.assert_close(results[0], exact, results[1])
 
 
-def stepped(cls, place):
-    p = torch.nn.Parameter(place(drawn((5, 4), 1)))
-    optimizer = cls([p], **FLAGS["SGD"])
-    for number in range(3):
-        p.grad = place(drawn((5, 4), 2 + number))
-        optimizer.step()
-    return whole(p)
-
-
-def test_sgd_steps_partial_parameters():
-    run(2, body_of_sums)
-
-
-def body_of_closures():
+@on_ranks(2)
+def test_closures_give_gradients_in_any_placement():
     mesh = mesh_of((2,))
     results = []
     for closed in (True, False):
@@ -258,10 +235,6 @@ def body_of_closures():
     assert all(same(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_closures_give_gradients_in_any_placement():
-    run(2, body_of_closures)
-
-
 def body_of_noise():
     """Replicas round alike where other dimensions of the mesh are sharded; shards do not."""
     mesh = mesh_of((2, 2))
@@ -281,7 +254,9 @@ def test_replicas_of_shards_round_alike():
     assert not same(one, two) and 0.02 < (one != 1).float().mean() < 0.2
 
 
-def body_of_loading(name):
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@on_ranks(2)
+def test_states_are_placed_like_their_parameters(name):
     """States of one placement into parameters of another; a whole state into shards."""
     mesh = mesh_of((2,))
     source = ours(name)(parameters(mesh, PLACES), **FLAGS[name])
@@ -310,8 +285,3 @@ def body_of_loading(name):
     plain.load_state_dict(saved)
     states = {k: v for k, v in snapshot(plain).items() if k[1] not in ("param", "grad")}
     assert_same(states, expected)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_states_are_placed_like_their_parameters(name):
-    run(2, body_of_loading, name)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +18,8 @@ from onepass import functional, numerics
 from onepass._dispatch_log import record
 from onepass.reference import loss as reference
 from onepass.swapping.redirection import with_redirected_loss
-from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import RankError, distributed, run
+from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
+from tests.distributed.ranks import distributed, on_ranks, run
 
 pytestmark = distributed
 
@@ -81,10 +81,6 @@ def of_whole(tensors, call, dtype, options, **more):
     return loss.detach(), *torch.autograd.grad(loss, tensors, upstream(loss).to(loss.dtype))
 
 
-def spread(value, mesh, placements):
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
-
-
 def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, **more):
     """`call(functions, *tensors, target, **options)` by the rule. Returns (gradients, bytes in
     collectives)."""
@@ -98,8 +94,7 @@ def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, *
     with Bytes() as counted:
         # Logits that may be overwritten are no leaves.
         loss = call(functional, *(p * 1.0 for p in parts), target_of(options), **options, **more)
-        dloss = upstream(loss).to(loss.dtype)
-        dloss = spread(dloss, mesh, [R if p.is_partial() else p for p in loss.placements])
+        dloss = placed_as(loss, upstream(loss).to(loss.dtype))
         found = torch.autograd.grad(loss, parts, dloss)
     for mine, right, stock in zip((loss, *found), ref, base, strict=True):
         assert mine.dtype is stock.dtype
@@ -169,7 +164,8 @@ def test_products_of_16_bits(dtype):
     run(2, body_of_products, ["plain"], dtype)
 
 
-def body_of_moves():
+@on_ranks(2)
+def test_rows_that_lie_elsewhere():
     """The rows are fewer bytes than the layer, and are moved; their gradients lie as they did."""
     hidden, weight = drawn(ROWS, 6), drawn(40, 6, seed=1)
     numbers, moved = 3 * ROWS * 4, hidden.nbytes
@@ -200,11 +196,8 @@ def body_of_moves():
         assert sent == expected
 
 
-def test_rows_that_lie_elsewhere():
-    run(2, body_of_moves)
-
-
-def body_of_four():
+@on_ranks(4)
+def test_four_processes():
     """Rows and classes are split, or classes along both dimensions of the mesh."""
     mesh, logits = mesh_of((2, 2)), drawn(ROWS, CLASSES, scale=3.0)
     for places in ([S0, S1], [S1, S0], [S1, S1], [R, S1]):
@@ -222,11 +215,8 @@ def body_of_four():
     check_parts([narrow], [[S1]], of_three, {}, mesh_of((4,)))
 
 
-def test_four_processes():
-    run(4, body_of_four)
-
-
-def body_of_extremes():
+@on_ranks(2)
+def test_extremes():
     mesh = mesh_of((2,))
     logits = drawn(5, 6)
     logits[0, :3] = -math.inf  # all that the first process has
@@ -255,11 +245,9 @@ def body_of_extremes():
     assert empty.grad.shape == (0, 6)
 
 
-def test_extremes():
-    run(2, body_of_extremes)
-
-
-def body_of_overwritten():
+@on_ranks(2)
+def test_logits_that_were_written_over_are_refused():
+    """Where they were saved for another gradient, or are read by a second backward."""
     mesh, logits = mesh_of((2,)), drawn(ROWS, CLASSES)
 
     def loss_of(x):
@@ -280,11 +268,6 @@ def body_of_overwritten():
         torch.autograd.grad(loss, x, retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(loss, x)
-
-
-def test_logits_that_were_written_over_are_refused():
-    """Where they were saved for another gradient, or are read by a second backward."""
-    run(2, body_of_overwritten)
 
 
 class Model(nn.Module):
@@ -312,7 +295,9 @@ def trained(model, steps=4):
     return torch.stack(losses), [whole(p) for p in model.parameters()]
 
 
-def body_of_models():
+@on_ranks(2)
+def test_a_swapped_model_in_loss_parallel():
+    """Our losses run there in place of torch's, and send three numbers a row."""
     results, mesh = [], mesh_of((2,))
     for dtype, swapped, split in (
         (torch.float64, False, False),
@@ -344,54 +329,37 @@ def body_of_models():
     assert mine[2] - stock[2] == 8 * 3 * (4 * 8) * 4
 
 
-def test_a_swapped_model_in_loss_parallel():
-    """Our losses run there in place of torch's, and send three numbers a row."""
-    run(2, body_of_models)
-
-
-def body_of_refusals(case):
-    x = spread(drawn(8, 9), mesh_of((2,)), [S1]).requires_grad_()
-    if case == "target":
-        functional.cross_entropy(x, TARGET + 1)
-    if case == "weight":
-        functional.cross_entropy(x, TARGET, torch.ones(5))
-    if case == "smoothing":
-        functional.cross_entropy(x, TARGET, label_smoothing=1.5)
-    if case == "a column":
-        functional.cross_entropy(x, TARGET[:, None])
-    if case == "three dimensions":  # by the first of which they are split
-        functional.cross_entropy(spread(drawn(4, 2, 9), mesh_of((2,)), [S0]), TARGET[:4])
-    mesh = mesh_of((2,))
+@on_ranks(2)
+def test_refusals():
+    mesh, ce, lce = mesh_of((2,)), functional.cross_entropy, functional.linear_cross_entropy
+    x = spread(drawn(8, 9), mesh, [S1]).requires_grad_()
     wanted = spread(WEIGHT, mesh, [R]).requires_grad_()
-    if case == "weight's gradient":
-        functional.cross_entropy(x, TARGET, wanted)
     hidden, layer = spread(drawn(8, 6), mesh, [R]), spread(drawn(9, 6), mesh, [S0])
-    if case == "linear: weight's gradient":
-        functional.linear_cross_entropy(hidden, layer, TARGET, weight=wanted)
-    if case == "linear: three dimensions":
-        functional.linear_cross_entropy(hidden.unflatten(0, (2, 4)), layer, TARGET.view(2, 4))
-    if case == "linear: bias":
-        bias = spread(drawn(9, 1), mesh, [S0])
-        functional.linear_cross_entropy(hidden, layer, TARGET, linear_bias=bias)
-    loss = functional.cross_entropy(x, TARGET)
-    torch.autograd.grad(loss, x, create_graph=True)
-
-
-@pytest.mark.parametrize(
-    "case, message",
-    [
-        ("target", "target must lie between 0 and 8 or be ignore_index, -100, got 9"),
-        ("weight", r"weight must have shape \(9,\), got \(5,\)"),
-        ("smoothing", "label_smoothing must"),
-        ("a column", r"cross_entropy: target must have shape \(8,\), got \(8, 1\)"),
-        ("three dimensions", r"cross_entropy: input must have shape .*, got \(4, 2, 9\)"),
-        ("weight's gradient", " cross_entropy: weight must not require a gradient"),
-        ("linear: weight's gradient", "linear_cross_entropy: weight must not require a gradient"),
-        ("linear: three dimensions", r"input must have shape .*, got \(2, 4, 6\)"),
-        ("linear: bias", r"linear_bias must have shape \(9,\), got \(9, 1\)"),
-        ("second", "input must be redistributed to whole classes for second derivatives"),
-    ],
-)
-def test_refusals(case, message):
-    with pytest.raises(RankError, match=message):
-        run(2, body_of_refusals, case)
+    blocks, bias = spread(drawn(4, 2, 9), mesh, [S0]), spread(drawn(9, 1), mesh, [S0])
+    no_gradient = "weight must not require a gradient"
+    second = "input must be redistributed to whole classes for second derivatives"
+    refused = {
+        "target must lie between 0 and 8 or be ignore_index, -100, got 9": (
+            lambda: ce(x, TARGET + 1)
+        ),
+        r"weight must have shape \(9,\), got \(5,\)": lambda: ce(x, TARGET, torch.ones(5)),
+        "label_smoothing must": lambda: ce(x, TARGET, label_smoothing=1.5),
+        r"^cross_entropy: target must have shape \(8,\), got \(8, 1\)": (
+            lambda: ce(x, TARGET[:, None])
+        ),
+        r"^cross_entropy: input must have shape .*, got \(4, 2, 9\)": lambda: ce(
+            blocks, TARGET[:4]
+        ),
+        f"^cross_entropy: {no_gradient}": lambda: ce(x, TARGET, wanted),
+        f"^linear_cross_entropy: {no_gradient}": lambda: lce(hidden, layer, TARGET, weight=wanted),
+        r"input must have shape .*, got \(2, 4, 6\)": (
+            lambda: lce(hidden.unflatten(0, (2, 4)), layer, TARGET.view(2, 4))
+        ),
+        r"linear_bias must have shape \(9,\), got \(9, 1\)": (
+            lambda: lce(hidden, layer, TARGET, linear_bias=bias)
+        ),
+        second: lambda: torch.autograd.grad(ce(x, TARGET), x, create_graph=True),
+    }
+    for message, call in refused.items():
+        with pytest.raises(RuntimeError, match=message):
+            call()

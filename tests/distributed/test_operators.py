@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from onepass import functional, numerics
 from onepass._ops.entry import _parameters
 from onepass.distributed import tensors
-from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import RankError, distributed, run
+from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
+from tests.distributed.ranks import distributed, on_ranks, run
 
 pytestmark = distributed
 
@@ -312,35 +313,32 @@ def of_whole(case: Case, dtype: torch.dtype) -> tuple[list, list]:
     return [o.detach() for o in outputs], list(gradients)
 
 
-def body(name: str, mesh_shape: tuple[int, ...] = (2,), places=None, collectives=None):
+def body(name: str, mesh_shape=(2,), places=None, collectives=None, compiled=False):
+    """With places: lists of placements for the tensors that are not replicated."""
     case, mesh = CASES[name], mesh_of(mesh_shape)
     ref, base = (of_whole(case, dtype) for dtype in (torch.float64, torch.float32))
-    for place in places or case.places:
+    call, count = case.call, CommDebugMode
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        count = contextlib.nullcontext
+    for place in case.places[-1:] if compiled else places or case.places:
         where = f"{name} {place}"
         placements = {
             tensor: [place.get(tensor, R)] if places is None else place.get(tensor, [R, R])
             for tensor in case.shapes
         }
         given = {
-            tensor: distribute_tensor(
-                value, mesh, placements[tensor], src_data_rank=None
-            ).requires_grad_()
+            tensor: spread(value, mesh, placements[tensor]).requires_grad_()
             for tensor, value in drawn(case, torch.float32).items()
         }
-        with CommDebugMode() as counted:
-            outputs = listed(case.call(**given))
-            gradients = [
-                distribute_tensor(
-                    gradient,
-                    mesh,
-                    [R if p.is_partial() else p for p in output.placements],
-                    src_data_rank=None,
-                )
-                for gradient, output in zip(upstream(outputs), outputs, strict=True)
-            ]
+        with count() as counted:
+            outputs = listed(call(**given))
+            gradients = list(map(placed_as, outputs, upstream(outputs)))
             found = torch.autograd.grad(outputs, list(given.values()), gradients)
-        counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
-        assert counts == (case.collectives if collectives is None else collectives), (where, counts)
+        if not compiled:
+            counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+            wanted = case.collectives if collectives is None else collectives
+            assert counts == wanted, (where, counts)
         for tensor, gradient in zip(given, found, strict=True):
             for was, at in zip(given[tensor].placements, gradient.placements, strict=True):
                 assert at == was or (was.is_replicate() and at.is_partial()), where
@@ -374,93 +372,99 @@ def test_meshes_of_two_dimensions(name):
     run(4, body, name, (2, 2), ON_FOUR[name], {})
 
 
-def body_of_moves():
+@on_ranks(2)
+def test_what_lies_elsewhere_is_moved():
     """Tensors that do not lie right are moved, as few bytes as can be."""
     mesh = mesh_of((2,))
     x = torch.randn(4, 6, 8)
 
-    def spread(value, place):
-        return distribute_tensor(value, mesh, [place], src_data_rank=None)
+    def part(value, place):
+        return spread(value, mesh, [place])
 
     def counts(call):
         with CommDebugMode() as counted:
             result = call()
         return result, {op.__name__: n for op, n in counted.get_comm_counts().items()}
 
-    y, moved = counts(lambda: functional.rms_norm(spread(x, S2), 8))
+    y, moved = counts(lambda: functional.rms_norm(part(x, S2), 8))
     assert moved == {"all_gather_into_tensor": 1}
     numerics.assert_close(y.full_tensor(), torch.rms_norm(x.double(), [8]), torch.rms_norm(x, [8]))
-    part = DTensor.from_local(x / 2, mesh, [Partial()], run_check=False)
-    y, moved = counts(lambda: functional.rms_norm(part, 8))
+    summand = DTensor.from_local(x / 2, mesh, [Partial()], run_check=False)
+    y, moved = counts(lambda: functional.rms_norm(summand, 8))
     assert moved == {"reduce_scatter_tensor": 1} and y.placements[0].is_shard()
     # Query in shards of tokens beside key in shards of tokens: key and value are gathered.
-    q, k, v = (spread(torch.randn(2, 3, 4, 8), S2) for _ in range(3))
+    q, k, v = (part(torch.randn(2, 3, 4, 8), S2) for _ in range(3))
     y, moved = counts(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert moved == {"all_gather_into_tensor": 2} and y.placements == (S2,)
     # A small target is gathered rather than logits cut up.
-    logits = spread(torch.randn(8, 8), R).requires_grad_()
-    _, moved = counts(lambda: functional.cross_entropy(logits, spread(TARGET, S0)).backward())
+    logits = part(torch.randn(8, 8), R).requires_grad_()
+    _, moved = counts(lambda: functional.cross_entropy(logits, part(TARGET, S0)).backward())
     assert moved == {"all_gather_into_tensor": 1}
 
 
-def test_what_lies_elsewhere_is_moved():
-    run(2, body_of_moves)
-
-
-def body_of_gathers():
+@on_ranks(2)
+def test_tensors_of_collectives_on_their_way_keep_their_gradients():
+    """torch's tensor parallelism makes them."""
     mesh, x, upstream = mesh_of((2,)), torch.randn(4, 8), torch.randn(4, 8)
     found = []
     for is_async in (False, True):
-        rows = distribute_tensor(x, mesh, [S0], src_data_rank=None).requires_grad_()
+        rows = spread(x, mesh, [S0]).requires_grad_()
         y = functional.rms_norm(rows.redistribute(placements=[R], async_op=is_async), 8)
-        dy = distribute_tensor(upstream, mesh, [R], src_data_rank=None)
+        dy = spread(upstream, mesh, [R])
         found.append(torch.autograd.grad(y, rows, dy)[0].full_tensor())
     assert found[0].any() and torch.equal(*found)
 
 
-def test_tensors_of_collectives_on_their_way_keep_their_gradients():
-    """torch's tensor parallelism makes them."""
-    run(2, body_of_gathers)
-
-
-def body_of_streams():
+def check_streams(drop: Callable, mesh, places: list) -> None:
     """Parts have streams of their own, replicas one, whatever their generators."""
-    mesh, rank = mesh_of((2,)), torch.distributed.get_rank()
-    ones = torch.ones(64, 64)
-    for seeds in ((7, 7), (7, 8)):
-        for place in (S0, S1, R):
-            torch.manual_seed(seeds[rank])
-            x = distribute_tensor(ones, mesh, [place], src_data_rank=None).requires_grad_()
-            with CommDebugMode() as counted:
-                y = functional.dropout(x, 0.25)
-            y.sum().backward()
-            mine = y.to_local()
-            assert torch.equal(mine, x.grad.to_local())
-            assert 0.6 < float((mine != 0).float().mean()) < 0.9
-            others = [torch.empty_like(mine) for _ in range(2)]
-            torch.distributed.all_gather(others, mine.detach().contiguous())
-            assert torch.equal(*others) == (place == R)
-            counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
-            assert counts == ({"broadcast_": 1} if place == R else {})
-    q = distribute_tensor(torch.randn(2, 2, 16, 8), mesh, [S1], src_data_rank=None)
+    ones, rank = torch.ones(64, 64), torch.distributed.get_rank()
+    for seed in (7, 7 + rank):
+        torch.manual_seed(seed)
+        x = spread(ones, mesh, places).requires_grad_()
+        y = drop(x, 0.25)
+        y.sum().backward()
+        mine = y.to_local().detach()
+        assert torch.equal(mine, x.grad.to_local())
+        assert 0.6 < float((mine != 0).float().mean()) < 0.9
+        at_each = zip(mesh.get_coordinate(), places, strict=True)
+        place = torch.tensor([at if p.is_shard() else 0 for at, p in at_each])
+        others, there = ([torch.empty_like(t) for _ in range(mesh.size())] for t in (mine, place))
+        torch.distributed.all_gather(others, mine.contiguous())
+        torch.distributed.all_gather(there, place)
+        for other, at in zip(others, there, strict=True):
+            assert torch.equal(other, mine) == torch.equal(at, place), (places, at, place)
+
+
+def counted_dropout(x, p):
+    """Replicas agree on a seed; nothing else is sent."""
+    with CommDebugMode() as counted:
+        y = functional.dropout(x, p)
+    counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+    assert counts == ({"broadcast_": 1} if x.placements == (R,) else {})
+    return y
+
+
+@on_ranks(2)
+def test_streams_of_dropout():
+    mesh, rank, ones = mesh_of((2,)), torch.distributed.get_rank(), torch.ones(64, 64)
+    for place in (S0, S1, R):
+        check_streams(counted_dropout, mesh, [place])
+    q = spread(torch.randn(2, 2, 16, 8), mesh, [S1])
     value = torch.ones(2, 2, 16, 8)
-    value = distribute_tensor(value, mesh, [S1], src_data_rank=None).requires_grad_()
+    value = spread(value, mesh, [S1]).requires_grad_()
     y = functional.scaled_dot_product_attention(q, q, value, dropout_p=0.5)
     (again,) = torch.autograd.grad((y * y.detach()).sum(), value)
     # Linear in value: y = P value, so y . y = value . P^T y.
     torch.testing.assert_close((again * value).to_local().sum(), (y * y).to_local().sum())
     torch.manual_seed(rank)
-    scale = functional.drop_path_scale(x, 0.5)
-    branch = distribute_tensor(ones, mesh, [S1], src_data_rank=None)
+    scale = functional.drop_path_scale(spread(ones, mesh, [R]), 0.5)
+    branch = spread(ones, mesh, [S1])
     y = functional.add_dropout(branch, branch, 0.0, row_scale=scale).full_tensor()
     assert bool((y == y[:, :1]).all())
 
 
-def test_streams_of_dropout():
-    run(2, body_of_streams)
-
-
-def body_of_caches():
+@on_ranks(2)
+def test_caches_are_written_where_they_lie():
     mesh = mesh_of((2,))
     for place, paged in ((S0, False), (S1, False), (S2, True)):
         caches = [torch.randn(2, 4, 8, 8).transpose(1, 2 if paged else 1) for _ in range(2)]
@@ -470,8 +474,8 @@ def body_of_caches():
         if paged:
             options["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32)
         new_place = S1 if paged else place
-        mine = [distribute_tensor(c.clone(), mesh, [place], src_data_rank=None) for c in caches]
-        new = [distribute_tensor(t, mesh, [new_place], src_data_rank=None) for t in (q, k, v)]
+        mine = [spread(c.clone(), mesh, [place]) for c in caches]
+        new = [spread(t, mesh, [new_place]) for t in (q, k, v)]
         given = (new[0], *mine, *new[1:])
         with torch.no_grad(), CommDebugMode() as counted:
             y = functional.attention_with_kv_cache(*given, **options)
@@ -483,23 +487,20 @@ def body_of_caches():
         for cache, right in zip(mine, caches, strict=True):
             assert torch.equal(cache.full_tensor(), right)
     # A cache that would have to be moved to be written.
-    q, k, v = (distribute_tensor(t, mesh, [S0]) for t in (q, k, v))
-    moved = [distribute_tensor(torch.zeros(2, 4, 8, 8), mesh, [S2]) for _ in range(2)]
-    with torch.no_grad():
+    q, k, v = (spread(t, mesh, [S0]) for t in (q, k, v))
+    moved = [spread(torch.zeros(2, 4, 8, 8), mesh, [S2]) for _ in range(2)]
+    message = "must be placed alike, by whole heads or sequences, to be"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         functional.attention_with_kv_cache(q, *moved, k, v, cache_seqlens=0)
 
 
-def test_caches_are_written_where_they_lie():
-    with pytest.raises(RankError, match="must be placed alike, by whole heads or sequences, to be"):
-        run(2, body_of_caches)
-
-
-def body_of_inplace():
+@on_ranks(2)
+def test_rotary_embedding_in_place():
     mesh = mesh_of((2,))
     q = torch.randn(2, 4, 6, 8)
     table = angles(q, 6)
     for needs in (False, True):
-        leaf = distribute_tensor(q.clone(), mesh, [S1]).requires_grad_(needs)
+        leaf = spread(q.clone(), mesh, [S1]).requires_grad_(needs)
         x = leaf * 1.0
         rotated, _ = functional.rotary_embedding(
             x, None, table.cos(), table.sin(), rotary_dim=4, inplace=True
@@ -514,33 +515,15 @@ def body_of_inplace():
     torch.testing.assert_close(leaf.grad.full_tensor(), whole_leaf.grad)
 
 
-def test_rotary_embedding_in_place():
-    run(2, body_of_inplace)
-
-
-def body_of_mixed():
-    mesh = mesh_of((2,))
-    x = distribute_tensor(torch.randn(4, 8), mesh, [S0])
+@on_ranks(2)
+def test_refusals():
+    x, other = (spread(torch.randn(n, 8), mesh_of((2,)), [S0]) for n in (4, 6))
     functional.layer_norm(x, 8, torch.ones(8))
-    functional.layer_norm(x, 8, torch.ones(8, requires_grad=True))
-
-
-def body_of_sizes():
-    mesh = mesh_of((2,))
-    x = distribute_tensor(torch.randn(4, 8), mesh, [S0])
-    functional.add_layer_norm(x, distribute_tensor(torch.randn(6, 8), mesh, [S0]), 8)
-
-
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        (body_of_mixed, "norm: weight must be a DTensor beside others to get a gradient, got a"),
-        (body_of_sizes, "norm: residual must have size 4 in dimension 0, got 6"),
-    ],
-)
-def test_refusals(body, message):
-    with pytest.raises(RankError, match=message):
-        run(2, body)
+    message = "norm: weight must be a DTensor beside others to get a gradient, got a"
+    with pytest.raises(RuntimeError, match=message):
+        functional.layer_norm(x, 8, torch.ones(8, requires_grad=True))
+    with pytest.raises(RuntimeError, match="norm: residual must have size 4 in dimension 0, got 6"):
+        functional.add_layer_norm(x, other, 8)
 
 
 def entry(input, weight, bias=None, *, eps=1e-5, options=()):

@@ -3,14 +3,15 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
 from onepass import functional, numerics
 from onepass.distributed import plans
+from tests.distributed import dtensors
 from tests.distributed.dtensors import mesh_of
-from tests.distributed.ranks import distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 from tests.distributed.test_operators import CASES, S0, S1, R, drawn, listed, upstream
 
 pytestmark = distributed
@@ -26,7 +27,7 @@ WITHOUT = {
 
 
 def spread(value, place, mesh=None):
-    return distribute_tensor(value, mesh or mesh_of((2,)), [place], src_data_rank=None)
+    return dtensors.spread(value, mesh or mesh_of((2,)), [place])
 
 
 def facts(outputs: list[torch.Tensor]) -> list[tuple]:
@@ -57,10 +58,7 @@ def called(case, place, differentiable: bool):
     with CommDebugMode() as counted:
         outputs = found = listed(case.call(**given))
         if differentiable:
-            wanted = [
-                spread(value, R if o.placements[0].is_partial() else o.placements[0])
-                for value, o in zip(upstream(outputs), outputs, strict=True)
-            ]
+            wanted = list(map(dtensors.placed_as, outputs, upstream(outputs)))
             found = [*outputs, *torch.autograd.grad(outputs, list(given.values()), wanted)]
     # A gradient's stride follows its part; torch's, of unequal parts, may not be that of a whole.
     same = [(x.placements, x.shape, x.dtype, x.device_mesh) for x in found[len(outputs) :]]
@@ -76,7 +74,7 @@ def body_of_case(name: str) -> int:
                 patch.setattr(plans, "key_of", lambda *given: None)
                 without = called(case, place, differentiable)
             assert not plans.known
-            for _ in range(3):  # the first makes the plan
+            for _ in range(2):  # the first makes the plan
                 assert are_equal(called(case, place, differentiable), without), (name, place)
             kept += len(plans.known)
     return kept
@@ -106,68 +104,35 @@ def loss(reduction):
     return lambda: functional.cross_entropy(spread(x, S0), spread(target, S0), reduction=reduction)
 
 
-FAULTS = {  # parts of a key, and two calls that need them
-    "placements": (
-        lambda part: isinstance(part, tuple) and part and isinstance(part[0], Placement),
-        lambda: (of_part(R), of_part(Partial())),
-    ),
-    "sizes": (
-        lambda part: isinstance(part, tuple) and part and isinstance(part[0], int),
-        lambda: (norm((4, 6, 8), 8, S0), norm((2, 6, 8), 8, S0)),
-    ),
-    "numbers": (
-        lambda part: type(part) is int,
-        lambda: (loss("none"), loss("mean")),
-    ),
-    "mesh": (
-        lambda part: type(part) is int,
-        lambda: (norm((4, 8), 8, S0), norm((4, 8), 8, S0, init_device_mesh("cpu", (2,)))),
-    ),
-}  # fmt: skip
+DIFFERENT = {  # two calls that differ in this alone
+    "placements": lambda: (of_part(R), of_part(Partial())),
+    "sizes": lambda: (norm((4, 6, 8), 8, S0), norm((2, 6, 8), 8, S0)),
+    "numbers": lambda: (loss("none"), loss("mean")),
+    "mesh": lambda: (norm((4, 8), 8, S0), norm((4, 8), 8, S0, init_device_mesh("cpu", (2,)))),
+}
 
 
-def is_caught(calls, count: int = 3) -> bool:
-    """Whether calls in alternation differ from each without plans."""
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_ranks(2)
+def test_calls_that_differ_have_plans_of_their_own(name):
+    """In alternation they are what each is without plans."""
 
-    def found(call, clear):
-        if clear:
-            plans.known.clear()
+    def found(call):
         outputs = listed(call())
         return (facts(outputs), [id(o.device_mesh) for o in outputs]), parts(outputs)
 
-    cold = [found(call, True) for call in calls]
+    calls, cold = DIFFERENT[name](), []
+    for call in calls:
+        plans.known.clear()
+        cold.append(found(call))
     plans.known.clear()
-    for _ in range(count):
+    for _ in range(2):
         for call, expected in zip(calls, cold, strict=True):
-            try:
-                if not are_equal(found(call, False), expected):
-                    return True
-            except (RuntimeError, ValueError):
-                return True
-    return False
+            assert are_equal(found(call), expected)
 
 
-def body_of_fault(name: str):
-    is_left_out, make = FAULTS[name]
-    calls, whole = make(), plans.key_of
-    assert not is_caught(calls)
-
-    def key_of(*given):
-        key = whole(*given)
-        return key and tuple(part for part in key if not is_left_out(part))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "key_of", key_of)
-        assert is_caught(calls)
-    plans.known.clear()
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_key_without_a_part_is_caught(name):
-    run(2, body_of_fault, name)
-
-
-def body_of_modes():
+@on_ranks(2)
+def test_modes_and_gradients_of_planned_calls():
     x = spread(torch.randn(4, 8), S0).requires_grad_()
     weight = torch.randn(8, requires_grad=True)
     functional.rms_norm(x, 8)
@@ -208,11 +173,8 @@ def body_of_modes():
         assert isinstance(moved, DTensor) and torch.equal(moved.to_local(), right.to_local())
 
 
-def test_modes_and_gradients_of_planned_calls():
-    run(2, body_of_modes)
-
-
-def body_of_selective_checkpointing():
+@on_ranks(2)
+def test_selective_checkpointing_sees_the_same_operators_twice():
     x, y, z = (spread(torch.randn(4, 8), S0) for _ in range(3))
 
     def layer(x):  # of y and z no gradient is wanted
@@ -240,11 +202,8 @@ def body_of_selective_checkpointing():
         assert torch.equal(gradient(checkpointed), expected)
 
 
-def test_selective_checkpointing_sees_the_same_operators_twice():
-    run(2, body_of_selective_checkpointing)
-
-
-def body_of_sums():
+@on_ranks(2)
+def test_gradients_that_are_equal_add_up_apart():
     for call in (
         lambda x, y: functional.add_dropout(x, y, 0.0),
         lambda x, y: functional.add_rms_norm(x, y, 8)[1],
@@ -260,11 +219,8 @@ def body_of_sums():
             assert torch.equal(given.to_local(), torch.ones(2, 8))
 
 
-def test_gradients_that_are_equal_add_up_apart():
-    run(2, body_of_sums)
-
-
-def body_of_bound():
+@on_ranks(2)
+def test_the_cache_is_bounded():
     plans.known.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "MOST", 4)
@@ -272,7 +228,3 @@ def body_of_bound():
             functional.rms_norm(spread(torch.ones(2 * rows, 8), S0), 8)
             assert 0 < len(plans.known) <= 4
             assert all(len(plan.specs) <= 4 for plan in plans.known.values())
-
-
-def test_the_cache_is_bounded():
-    run(2, body_of_bound)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.distributed.ranks import RankError, distributed, run
+from tests.distributed.ranks import RankError, distributed, on_ranks, run
 
 pytestmark = distributed
 
@@ -40,6 +40,17 @@ def aborts_on_one():
 def misses_one():
     if torch.distributed.get_rank() == 0:
         torch.distributed.all_reduce(torch.ones(()))
+
+
+@on_ranks(2)
+def fails_on_the_second():
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("as planted")
+
+
+def test_a_test_on_ranks_fails_where_one_of_them_does():
+    with pytest.raises(RankError, match="rank 1 of 2: Traceback[^|]*ValueError: as planted"):
+        fails_on_the_second()
 
 
 def test_processes_are_started_once():

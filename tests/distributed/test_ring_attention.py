@@ -15,12 +15,12 @@ from onepass.distributed import gather_sequence, ring_attention, shard_sequence
 from onepass.distributed.sequence import LAYOUTS
 from onepass.functional import scaled_dot_product_attention
 from onepass.reference.attention import attention as formula
-from tests.distributed.ranks import RankError, distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 from tests.support import allocations
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = distributed
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 CAUSAL = {"is_causal": True}
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-DRAWS = 8
+DRAWS = 5
 
 
 def inputs(dtype=F32, rows=48, keys=48, heads=4, kv_heads=4, dim=16, value_dim=16, draw=0):
@@ -156,7 +156,8 @@ def test_a_row_without_a_key_has_its_sink(layout):
     run(2, body, CAUSAL | {"sinks": True, "window_size": (6, -1)}, dict(rows=80, keys=16), layout)
 
 
-def body_of_layouts():
+@on_ranks(2)
+def test_transposed_tensors_keep_their_order():
     def transposed(tensor):
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -169,11 +170,16 @@ def body_of_layouts():
     assert output.stride() == query.stride()
 
 
-def test_transposed_tensors_keep_their_order():
-    run(2, body_of_layouts)
+@on_ranks(2)
+def test_a_group_of_others_is_refused():
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="shard_sequence: group must hold this process"):
+            shard_sequence(torch.ones(4), 0, group)
 
 
-def body_of_groups():
+@on_ranks(4)
+def test_groups_do_not_meet():
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     group = groups[dist.get_rank() % 2]
     options = CASES["causal dropout"]
@@ -182,22 +188,14 @@ def body_of_groups():
         dist.destroy_process_group(group)
 
 
-def body_of_strangers():
-    group = dist.new_group([0])
-    if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError, match="shard_sequence: group must hold this process"):
-            shard_sequence(torch.ones(4), 0, group)
+def _flat(results):
+    output, lse, *gradients = results
+    return [output, lse, *(gradient for some in gradients for gradient in some)]
 
 
-def test_a_group_of_others_is_refused():
-    run(2, body_of_strangers)
-
-
-def test_groups_do_not_meet():
-    run(4, body_of_groups)
-
-
-def body_of_bits(layout):
+@EACH_LAYOUT
+@on_ranks(2)
+def test_results_repeat_with_any_number_of_threads(layout):
     results = []
     for threads in (1, 2, 1):
         torch.set_num_threads(threads)
@@ -206,16 +204,6 @@ def body_of_bits(layout):
     for other in results[1:]:
         for ours, first in zip(_flat(other), _flat(results[0]), strict=True):
             assert torch.equal(ours, first)
-
-
-def _flat(results):
-    output, lse, *gradients = results
-    return [output, lse, *(gradient for some in gradients for gradient in some)]
-
-
-@EACH_LAYOUT
-def test_results_repeat_with_any_number_of_threads(layout):
-    run(2, body_of_bits, layout)
 
 
 def body_of_bytes(size, dtype):
@@ -302,7 +290,8 @@ def test_one_process_is_the_whole_sequence():
     assert torch.equal(gather_sequence(shard_sequence(tensors[0], 2), 2), tensors[0])
 
 
-def body_of_shards():
+@on_ranks(2)
+def test_shards_of_a_sequence():
     rank, size = dist.get_rank(), dist.get_world_size()
     positions = torch.arange(4 * size)
     front = shard_sequence(positions, 0)
@@ -316,10 +305,6 @@ def body_of_shards():
     for layout in LAYOUTS:
         mine = shard_sequence(whole, -2, layout=layout)
         assert torch.equal(gather_sequence(mine, -2, layout=layout), whole)
-
-
-def test_shards_of_a_sequence():
-    run(2, body_of_shards)
 
 
 ERRORS = [
@@ -350,56 +335,18 @@ def test_errors(changes, error, message):
         ring_attention(**given)
 
 
-def body_of_odd_rows():
-    query, key, value = (torch.ones(1, 1, 3, 8) for _ in range(3))
-    ring_attention(query, key, value)
-
-
-def test_odd_shards():
-    message = "ring_attention: query must have an even number of positions on each process"
-    with pytest.raises(RankError, match=message):
-        run(2, body_of_odd_rows)
-
-
-def body_of_uneven_shards():
+@on_ranks(2)
+def test_uneven_shards():
     with pytest.raises(RuntimeError, match="tensor must have a size that 2 divides in dimension 1"):
         shard_sequence(torch.ones(2, 5), 1)
     with pytest.raises(RuntimeError, match="shard_sequence: tensor must have an even number"):
         shard_sequence(torch.ones(2, 6), 1)
-
-
-def test_uneven_shards():
-    run(2, body_of_uneven_shards)
+    message = "ring_attention: query must have an even number of positions on each process"
+    with pytest.raises(RuntimeError, match=message):
+        ring_attention(*(torch.ones(1, 1, 3, 8) for _ in range(3)))
 
 
 def test_second_derivatives_are_refused():
     tensors = [t.requires_grad_() for t in inputs()[0]]
     with pytest.raises(RuntimeError, match="ring_attention: create_graph must be False, got True"):
         torch.autograd.grad(ring_attention(*tensors).sum(), tensors[0], create_graph=True)
-
-
-def body_of_steps(size):
-    """A model of one layer, trained on shards as in one process."""
-    torch.manual_seed(1)
-    weight = torch.nn.Linear(16, 48, bias=False)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
-    x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(2))
-    x = shard_sequence(x, 1) if size > 1 else x
-    losses = []
-    for _ in range(5):
-        query, key, value = weight(x).view(2, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        output = ring_attention(query, key, value, is_causal=True, dropout_p=0.1)
-        loss = output.square().mean() / size
-        optimizer.zero_grad()
-        loss.backward()
-        dist.all_reduce(weight.weight.grad)
-        optimizer.step()
-        dist.all_reduce(loss.detach_())
-        losses.append(float(loss))
-    return losses
-
-
-def test_training_on_shards_is_training():
-    expected = run(1, body_of_steps, 1)[0]
-    for found in run(2, body_of_steps, 2):
-        assert found == pytest.approx(expected, rel=1e-5)

@@ -15,12 +15,12 @@ from onepass import numerics
 from onepass.distributed import gather_sequence, shard_sequence
 from onepass.distributed.sequence import LAYOUTS
 from tests.distributed.dtensors import mesh_of
-from tests.distributed.ranks import distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-BATCH, LENGTH, WORDS = 2, 32, 50
+BATCH, LENGTH, WORDS = 2, 16, 50
 SMALL = {
     "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -118,7 +118,8 @@ def test_four_processes(layout):
     run(4, body, "gemma2", layout, True)
 
 
-def body_of_bidirectional_attention():
+@on_ranks(2)
+def test_bidirectional_attention():
     from onepass.integrations.transformers import register_ring
 
     config = transformers.BertConfig(
@@ -138,11 +139,8 @@ def body_of_bidirectional_attention():
     numerics.assert_close(gather_sequence(found, 1), reference.detach(), base.detach())
 
 
-def test_bidirectional_attention():
-    run(2, body_of_bidirectional_attention)
-
-
-def body_of_refusals():
+@on_ranks(2)
+def test_what_is_refused():
     from onepass.integrations.transformers import register_ring
 
     register_ring()
@@ -172,10 +170,6 @@ def body_of_refusals():
     refused("use_cache must be False", past_key_values=cache, use_cache=True)
 
 
-def test_what_is_refused():
-    run(2, body_of_refusals)
-
-
 def test_an_unknown_layout_is_refused():
     from onepass.integrations.transformers import register_ring
 
@@ -183,7 +177,8 @@ def test_an_unknown_layout_is_refused():
         register_ring(layout="striped")
 
 
-def body_of_contexts():
+@on_ranks(2)
+def test_inside_torchs_context_parallel():
     """torch shards as "zigzag" does; its own F.scaled_dot_product_attention is unused."""
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -203,7 +198,3 @@ def body_of_contexts():
     dist.all_reduce(loss)
     numerics.assert_close(gather_sequence(logits, 1), reference[0], base[0])
     numerics.assert_close((loss / 2).expand(2), reference[1], base[1])
-
-
-def test_inside_torchs_context_parallel():
-    run(2, body_of_contexts)

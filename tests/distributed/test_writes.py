@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from onepass import functional
 from onepass.distributed import plans
-from tests.distributed.dtensors import mesh_of, spread, whole
-from tests.distributed.ranks import distributed, run
+from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
+from tests.distributed.ranks import distributed, on_ranks
 from tests.distributed.test_operators import CASES, S0, S2, R, drawn, listed, upstream
 
 pytestmark = distributed
@@ -27,20 +27,13 @@ def backward(call: Callable, given: dict, written: int | None) -> list[torch.Ten
     if written is not None:
         with torch.no_grad():
             [*given, *outputs][written].mul_(2.0)
-    wanted = map(_like, upstream(outputs), outputs)
+    wanted = map(placed_as, outputs, upstream(outputs))
     try:
         found = torch.autograd.grad(outputs, given, list(wanted))
     except RuntimeError as error:
         assert REFUSED in str(error), error
         return None
     return [x.to_local() if isinstance(x, DTensor) else x for x in found]
-
-
-def _like(value, output):
-    if not isinstance(output, DTensor):
-        return value
-    placements = [R if p.is_partial() else p for p in output.placements]
-    return spread(value, output.device_mesh, placements)
 
 
 def number_of_tensors(case) -> int:
@@ -56,7 +49,9 @@ def refused_of_plain(case) -> list[bool]:
     return found
 
 
-def body_of_case(name: str) -> list[bool]:
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_a_write_is_refused_where_it_is_on_plain_tensors(name: str) -> list[bool]:
     case, mesh = CASES[name], mesh_of((2,))
     plain = refused_of_plain(case)
 
@@ -71,16 +66,11 @@ def body_of_case(name: str) -> list[bool]:
         right = found(place, None)
         for written, is_refused in enumerate(plain):
             plans.known.clear()
-            for _ in range(3):  # the second has a plan
+            for _ in range(2):  # the second has a plan
                 gradients = found(place, written)
                 assert (gradients is None) == is_refused, (place, written)
                 assert is_refused or all(map(torch.equal, gradients, right)), (place, written)
     return plain
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_write_is_refused_where_it_is_on_plain_tensors(name):
-    run(2, body_of_case, name)
 
 
 def test_the_cases_have_writes_of_both_kinds():
@@ -105,8 +95,9 @@ def refused(function, *args) -> bool:
     return False
 
 
-def body_of_other_writes() -> None:
-    for _ in range(3):
+@on_ranks(2)
+def test_other_writes() -> None:
+    for _ in range(2):  # the second has a plan
         # A view, and the memory of the part itself.
         x = made(4, 8).requires_grad_()
         hidden = x * 2.0
@@ -160,7 +151,8 @@ def spread_from(local: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, mesh_of((2,)), [S0], run_check=False)
 
 
-def body_of_second_backwards() -> None:
+@on_ranks(2)
+def test_writes_before_second_backwards() -> None:
     """Between a backward with create_graph=True and that of its gradients."""
     key = spread(torch.ones(2, 1, 4, 8), mesh_of((2,)), [R])
     calls = (
@@ -168,7 +160,7 @@ def body_of_second_backwards() -> None:
         lambda x: functional.scaled_dot_product_attention(x, key, key, is_causal=True),  # no plan
     )
     for call in calls:
-        for _ in range(3):
+        for _ in range(2):
             x = made(2, 1, 4, 8).requires_grad_()
             hidden = x * 2.0
             loss = (call(hidden) * made(2, 1, 4, 8)).sum()  # linear: its backward is not run again
@@ -178,7 +170,8 @@ def body_of_second_backwards() -> None:
             assert refused(gradient.sum().backward)
 
 
-def body_of_written_results() -> None:
+@on_ranks(2)
+def test_written_results() -> None:
     """A backward after one that found results written, which no operator had saved."""
 
     def equal_twice(loss, x):
@@ -188,7 +181,7 @@ def body_of_written_results() -> None:
         assert first.any() and torch.equal(first, second)
 
     for place in (S0, S2):  # the second is moved, and its call has no plan
-        for _ in range(3):
+        for _ in range(2):
             x = spread(torch.linspace(-1, 1, 128).reshape(4, 4, 8), mesh_of((2,)), [place])
             stream = norm(x.requires_grad_())
             stream.mul_(2.0)
@@ -197,9 +190,10 @@ def body_of_written_results() -> None:
             equal_twice((part**3).sum(), x)
 
 
-def body_of_inference_tensors() -> None:
+@on_ranks(2)
+def test_inference_tensors() -> None:
     """They have no version, and beside others they are refused where autograd would save them."""
-    for _ in range(3):
+    for _ in range(2):
         x = made(4, 8).requires_grad_()
         with torch.inference_mode():
             residual = made(4, 8)
@@ -210,7 +204,8 @@ def body_of_inference_tensors() -> None:
             x.grad = None
 
 
-def body_between_calls() -> None:
+@on_ranks(2)
+def test_writes_between_calls() -> None:
     """A call after a write is not refused for one before it, in any order of backwards."""
     for order in ((0, 1), (1, 0), (1, 1, 0), (0, 1, 1)):
         x = made(4, 8).requires_grad_()
@@ -228,9 +223,10 @@ def body_between_calls() -> None:
         assert torch.equal(gradient.to_local(), wanted)
 
 
-def body_of_memory() -> None:
+@on_ranks(2)
+def test_nothing_is_kept_alive() -> None:
     """What is kept for that keeps nothing alive that the operator does not save."""
-    for _ in range(3):
+    for _ in range(2):
         x = made(4, 8).requires_grad_()
         hidden = x * 2.0
         y = functional.add_dropout(hidden, hidden, 0.0)
@@ -246,19 +242,3 @@ def body_of_memory() -> None:
         del y
         gc.collect()
         assert memory() is None and z.requires_grad
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        body_of_other_writes,
-        body_of_second_backwards,
-        body_of_written_results,
-        body_of_inference_tensors,
-        body_between_calls,
-        body_of_memory,
-    ],
-    ids=lambda body: body.__name__[5:],
-)
-def test_writes(body):
-    run(2, body)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import onepass
-from tests.optim.cases import FLAGS, MODES, made, snapshot, steps, stock
+from tests.optim.cases import FLAGS, MODES, NAMES, made, snapshot, steps, stock
 from tests.support import isolated
 from tests.support.calls import CALLS, Call, flat
 
@@ -171,9 +171,7 @@ for _name, _call in CALLS.items():
         CASES[_name] = lambda call=_call: of_call(call, False)
         if _call.differentiable:
             CASES[f"{_name} backward"] = lambda call=_call: of_call(call, True)
-for _name in FLAGS:
-    if _name == "Muon":  # torch's products abort the process without memory
-        continue
+for _name in NAMES:  # without Muon: torch's products abort the process without memory
     for _mode in MODES:
         if _name == "SGD" and MODES[_mode].get("state_dtype") == "int8":
             continue

@@ -39,7 +39,6 @@ from tests.gate import cases as gate_cases
 from tests.group_norm import cases as group_norm_cases
 from tests.linear import cases as linear_cases
 from tests.loss import cases as loss_cases
-from tests.loss import linear_cases as linear_loss_cases
 from tests.modulated_norm import cases as modulated_norm_cases
 from tests.norm import cases as norm_cases
 from tests.rotary import cases as rotary_cases
@@ -208,13 +207,13 @@ def linear_loss(rng: Random) -> None:
     options = dict(loss_cases.OPTIONS[rng.choice(list(loss_cases.OPTIONS))])
     options["bias"] = rng.random() < 0.5
 
-    def make(draw: int) -> linear_loss_cases.Case:
-        case = linear_loss_cases.make(*sizes, dtype, seed=draw, **options)
+    def make(draw: int) -> loss_cases.Case:
+        case = loss_cases.make_linear(*sizes, dtype, seed=draw, **options)
         for name, tensor in (case.operands | {"target": case.target}).items():
             setattr(case, name, border.carve(f"{name} {draw}", tensor))
         return case
 
-    check_draws(make, linear_loss_cases.check, 6, 100)
+    check_draws(make, loss_cases.check, 6, 100)
     border.check()
 
 

@@ -1,4 +1,4 @@
-"""With torch: gradcheck, derivatives of any order, opcheck, compile, export, vmap, autocast."""
+"""Both losses with torch: compile, vmap, autocast, checkpoints, copies, `explain`."""
 
 from __future__ import annotations
 
@@ -7,84 +7,70 @@ import pickle
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass import functional
-from tests.loss.cases import (
-    OPTIONS,
-    make,
-    results,
-)
-
-
-def leaves(case):
-    return case.input.detach().clone().requires_grad_()
+from onepass import functional, numerics
+from tests.loss.cases import OPTIONS, dtypes, leaves, make, make_linear, results, small
+from tests.support.dtypes import BF16, F16, F32
 
 
 def test_what_is_kept_is_three_numbers_of_a_row():
     saved = []
     case = make(30, 200, weighted=True)
-    leaf = leaves(case)
+    leaf = leaves(case)["input"]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        case.ours(leaf, case.weight)
+        case.ours(leaf, weight=case.weight)
     own = {leaf.data_ptr(), case.target.data_ptr(), case.weight.data_ptr()}
     assert sum(t.numel() for t in saved if t.data_ptr() not in own) == 3 * 30 + 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_in_place_has_no_effect_under_compile(backend):
+def test_in_place_has_no_effect_under_compile():
     def step(x, target):
         return functional.cross_entropy(x, target, inplace_backward=True)
 
     case = make(4, 16)
-    leaf = leaves(case)
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    leaf = leaves(case)["input"]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     (gradient,) = torch.autograd.grad(compiled(leaf, case.target), leaf, case.dloss)
     assert torch.equal(leaf, case.input)
     assert torch.equal(gradient, results(case.ours, case)["dinput"])
 
 
-class Model(torch.nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 12)
-        self.loss = onepass.nn.CrossEntropyLoss(**options)
-
-    def forward(self, x, target):
-        return self.loss(self.layer(x), target)
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("option", ["mean", "all"])
-def test_vmap(option):
-    case = make(4, 8, **OPTIONS[option])
+@small
+def test_vmap_over_targets_too(small, option):
+    case = small(**OPTIONS[option])
     x = torch.stack([case.input, case.input.sin()])
     targets = torch.stack([case.target, case.target.flip(0)])
+    layer = {name: t for name, t in case.operands.items() if name != "input"}
+    more = {} if layer else {"inplace_backward": True}
 
-    def loss(x, target, function=functional.cross_entropy, **options):
-        return function(x, target, case.weight, **case.options, **options).sum()
+    def loss(x, target, of="ours", **more):
+        moved = copy.copy(case)
+        moved.target = target
+        return getattr(moved, of)(x, **layer, weight=case.weight, **more).sum()
 
-    def torchs(x, target):
-        return loss(x, target, onepass.reference.loss.cross_entropy)
+    def gradients(**of):
+        return torch.func.vmap(torch.func.grad(lambda x, t: loss(x, t, **of)))(x, targets)
 
-    mapped = torch.func.vmap(torch.func.grad(lambda x, t: loss(x, t, inplace_backward=True)))
-    expected = torch.func.vmap(torch.func.grad(torchs))(x, targets)
-    torch.testing.assert_close(mapped(x, targets), expected)
-    torch.testing.assert_close(
-        torch.func.vmap(loss)(x, targets), torch.func.vmap(torchs)(x, targets)
-    )
-    outside = torch.func.grad(lambda x: torch.func.vmap(loss)(x, targets).sum())
-    torch.testing.assert_close(outside(x), expected)
+    torch.testing.assert_close(gradients(**more), gradients(of="formula"))
+    values = [torch.func.vmap(lambda x, t: loss(x, t, of=of))(x, targets)
+              for of in ("ours", "formula")]  # fmt: skip
+    torch.testing.assert_close(*values)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_activation_checkpointing(inplace, use_reentrant):
-    module, target = Model(inplace_backward=inplace), torch.tensor([3, 11, -100, 0])
+def test_activation_checkpointing_in_place(use_reentrant):
+    layer, target = torch.nn.Linear(8, 12), torch.tensor([3, 11, -100, 0])
+    loss = onepass.nn.CrossEntropyLoss(inplace_backward=True)
     found = []
+
+    def module(x, target):
+        return loss(layer(x), target)
+
     for call in (module, lambda *x: checkpoint(module, *x, use_reentrant=use_reentrant)):
         x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
         call(x, target).backward()
@@ -92,22 +78,66 @@ def test_activation_checkpointing(inplace, use_reentrant):
     assert torch.equal(*found)
 
 
-def test_saved_tensors_elsewhere():
+@small
+def test_saved_tensors_elsewhere(small):
     """Hooks give the backward a copy, and it overwrites that copy."""
-    case = make(4, 20)
-    leaf = leaves(case)
+    case = small()
+    operands = leaves(case)
+    more = {} if len(operands) > 1 else {"inplace_backward": True}
     with torch.autograd.graph.save_on_cpu():
-        loss = functional.cross_entropy(leaf * 1.0, case.target, inplace_backward=True)
-    loss.backward(case.dloss)
-    assert torch.equal(leaf.grad, results(case.ours, case)["dinput"])
+        loss = case.ours(**{n: t * 1.0 for n, t in operands.items()}, **more)
+    gradients = torch.autograd.grad(loss, list(operands.values()), case.dloss)
+    expected = results(case.ours, case)
+    for name, gradient in zip(operands, gradients, strict=True):
+        assert torch.equal(gradient, expected[f"d{name}"]), name
 
 
-def test_copies_of_the_module():
-    module = onepass.nn.CrossEntropyLoss(torch.rand(8), softcap=2.0, z_loss=0.1)
-    case = make(3, 8)
+@dtypes
+@pytest.mark.parametrize("cast", [BF16, F16], ids=str)
+@pytest.mark.parametrize("option", ["smoothed", "none"])
+@pytest.mark.grid(2)
+def test_autocast(option, dtype, cast):
+    """torch's dtypes; errors of that dtype, of gradients too, which are not rounded to it."""
+    draws = []
+    for seed in range(6):
+        case = make_linear(40, 16, 30, dtype, seed=seed, **OPTIONS[option])
+        found = [results(case.formula, case, double=True)]
+        for function in (case.ours, case.torchs):
+            operands = leaves(case)
+            with torch.autocast("cpu", dtype=cast):
+                loss = function(**operands)
+            gradients = torch.autograd.grad(loss, operands.values(), case.dloss.to(loss.dtype))
+            found.append(dict(zip(found[0], [loss.detach(), *gradients], strict=True)))
+        draws.append(found)
+    for name in draws[0][0]:
+        exact, ours, base = ([draw[which][name] for draw in draws] for which in range(3))
+        assert ours[0].dtype == base[0].dtype, name
+        numerics.assert_close(ours, exact, base, name)
+
+
+@pytest.mark.parametrize(
+    "name, sizes", [("CrossEntropyLoss", ()), ("LinearCrossEntropyLoss", (8, 30))]
+)
+def test_copies_of_the_modules(name, sizes):
+    options = {"weight": torch.rand(30), "softcap": 2.0, "z_loss": 0.1}
+    module = getattr(onepass.nn, name)(*sizes, **options)
+    x, target = torch.randn(3, 8 if sizes else 30), torch.tensor([3, 0, 29])
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(twin(case.input, case.target), module(case.input, case.target))
+        assert torch.equal(twin(x, target), module(x, target))
         assert (twin.softcap, twin.z_loss) == (2.0, 0.1)
+
+
+def test_tensors_with_products_of_their_own():
+    """Their logits are made whole."""
+
+    class Own(torch.Tensor):
+        pass
+
+    case = make_linear(30, 8, 40)
+    plain = case.linear_weight
+    found = case.ours(case.input, plain.as_subclass(Own))
+    exact = case.formula(case.input.double(), plain.double())
+    numerics.assert_close(found.as_subclass(torch.Tensor), exact, case.torchs(case.input, plain))
 
 
 def test_explain_names_the_kernels():
@@ -120,3 +150,99 @@ def test_explain_names_the_kernels():
     assert "cross_entropy_backward_inplace (64 x 64, float32, mean)" in text
     plain = F.cross_entropy(leaf, target)
     assert "loss" not in str(onepass.explain(lambda: plain + 1))
+    case = make_linear(600, 16, 64)
+    text = str(onepass.explain(lambda: results(case.ours, case)))
+    for line in (
+        "3 x linear (200 x 16 by 16 x 64, float32 by float32, output float32)",
+        "3 x cross_entropy (200 x 64, float32, none)",
+        "3 x cross_entropy_backward_inplace (200 x 64, float32, none)",
+        "3 x linear_backward: dinput (200 x 64 by 64 x 16",
+        "3 x linear_backward: dweight (64 x 200 by 200 x 16",
+    ):
+        assert line in text, text
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_gradients_are_accumulated(dtype):
+    case = make_linear(600, 16, 64, dtype)
+    expected = results(case.ours, case)
+    layer = case.linear_weight.clone().requires_grad_()
+    for _ in range(2):
+        case.ours(case.input, layer, case.linear_bias).backward(case.dloss)
+    assert torch.equal(layer.grad, 2 * expected["dlinear_weight"])
+
+
+# ---- as modules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"weight": torch.arange(1.0, 10.0)}, {"ignore_index": 2, "label_smoothing": 0.1},
+     {"reduction": "sum"}, {"size_average": False}, {"reduce": False}],
+    ids=lambda arguments: ", ".join(arguments) or "none",
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+def test_modules_are_torchs(arguments):
+    ours, torchs = (nn.CrossEntropyLoss(**arguments) for nn in (onepass.nn, torch.nn))
+    assert isinstance(ours, torch.nn.CrossEntropyLoss)
+    assert ours.state_dict().keys() == torchs.state_dict().keys()
+    x, target = torch.randn(6, 9), torch.randint(9, (6,))
+    base, exact = torchs(x, target), torchs.double()(x.double(), target)
+    numerics.assert_close(ours(x, target), exact, base)
+
+
+def test_modules_with_options():
+    case = make(6, 40, softcap=2.0, z_loss=0.1)
+    module = onepass.nn.CrossEntropyLoss(softcap=2.0, z_loss=0.1, inplace_backward=True)
+    assert repr(module) == "CrossEntropyLoss(softcap=2.0, z_loss=0.1, inplace_backward=True)"
+    x = case.input.clone().requires_grad_() * 1.0
+    loss = module(x, case.target)
+    assert torch.equal(loss, case.ours(case.input))
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.data_ptr() == x.data_ptr()
+
+
+def test_modules_leave_to_torch_what_is_torchs():
+    x, target = torch.randn(6, 9, 4), torch.randint(9, (6, 4))
+    probabilities = torch.rand(6, 9)
+    for logits, of in ((x, target), (x[..., 0], probabilities)):
+        found = onepass.nn.CrossEntropyLoss()(logits, of)
+        assert torch.equal(found, F.cross_entropy(logits, of))
+    with pytest.raises(RuntimeError, match="cross_entropy: target must have dtype int64"):
+        onepass.nn.CrossEntropyLoss(softcap=2.0)(x[..., 0], probabilities)
+    with pytest.raises(RuntimeError, match="cross_entropy: input must have shape"):
+        onepass.nn.CrossEntropyLoss(z_loss=0.1)(x, target)
+
+
+def test_modules_with_a_layer():
+    options = dict(weight=torch.rand(9), label_smoothing=0.1, ignore_index=2, bias=True)
+    ours = onepass.nn.LinearCrossEntropyLoss(5, 9, **options)
+    logits = torch.nn.CrossEntropyLoss(options["weight"], ignore_index=2, label_smoothing=0.1)
+    assert list(ours.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    x, target = torch.randn(6, 5), torch.randint(9, (6,))
+    base = logits(ours.linear(x), target)
+    exact = logits.double()(ours.double().linear(x.double()), target)
+    numerics.assert_close(ours.float()(x, target), exact, base)
+    more = {"softcap": 2.0, "z_loss": 0.1, "reduction": "none"}
+    capped = onepass.nn.LinearCrossEntropyLoss(5, 9, **more)
+    expected = functional.linear_cross_entropy(x, capped.linear.weight, target, **more)
+    assert torch.equal(capped(x, target), expected)
+    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        torchs = torch.nn.LinearCrossEntropyLoss(5, 9, **options)
+        torchs.load_state_dict(ours.state_dict())
+        assert torch.allclose(torchs(x, target), ours(x, target))
+
+
+def test_ignore_index_is_torchs_by_default():
+    """None, of the function as of the module: rows of -100 do not count."""
+    hidden, target = torch.randn(5, 8), torch.tensor([1, -100, 3, 0, -100])
+    layer = onepass.nn.LinearCrossEntropyLoss(8, 6, ignore_index=-100)
+    expected = layer(hidden, target)
+    for given in ({}, {"ignore_index": None}):
+        module = onepass.nn.LinearCrossEntropyLoss(8, 6, **given)
+        module.load_state_dict(layer.state_dict())
+        weight = layer.linear.weight
+        found = functional.linear_cross_entropy(hidden, weight, target, **given)
+        assert torch.equal(module(hidden, target), expected) and torch.equal(found, expected)
+        rows = functional.linear_cross_entropy(hidden, weight, target, reduction="none", **given)
+        assert (rows == 0).tolist() == [False, True, False, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 import onepass
-from onepass import numerics
+from onepass import numerics, reference
 from tests.support import injection
+from tests.support.dtypes import BF16, F32, F64
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 TORCH_NAMES = ("AdamW", "Adam", "SGD")
 NAMES = (*TORCH_NAMES, "Lion")
+OF_TENSORS = ("Muon", "MuonWithAdamW", "Adafactor", "LAMB")  # torch's operations update a tensor
+ALL = (*NAMES, *OF_TENSORS)
 STEPS = 100
 WATCHED = (1, 2, 10, STEPS)
 SCALES = (1e-4, 1e-2, 1.0, 1e2)  # of the gradients, a quarter of the elements each
@@ -22,6 +25,7 @@ QUARTER = 1280
 # Together four quarters; odd ones, whole vectors, one more than a piece.
 SIZES = (1, 7, 16, 17, 255, 257, 470, 4097)
 SHAPES = ((5,), (4352,), (4, 5), ())  # the second is large enough for 8-bit states
+MATRICES = ((6, 8), (64, 68), (5, 4), (8, 6))
 MODES = {
     "float32 state": {"state_dtype": F32},
     "own state": {},
@@ -40,13 +44,24 @@ MODES = {
     },
 }
 DETERMINISTIC = ("float32 state", "own state", "fp32", "remainder16")
+# Of optimizers that do not take every dtype of states.
+SOME_MODES = {
+    "Muon": ("float32 state", "fp32", "remainder16, bfloat16", "stochastic"),
+    "MuonWithAdamW": ("own state", "remainder16, bfloat16", "stochastic", "int8", "all"),
+    "Adafactor": ("own state", "fp32", "remainder16", "all"),
+    "LAMB": ("own state", "fp32", "remainder16", "all"),
+}
+RUNS = [(name, mode) for name in ALL for mode in SOME_MODES.get(name, MODES)]
 # More than the defaults of every class.
 FLAGS = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
     "Adam": {"lr": 1e-2, "weight_decay": 0.1},
     "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
     "Lion": {"lr": 1e-2, "weight_decay": 0.1},
-    "Muon": {"lr": 1e-2, "weight_decay": 0.1},
+    "Muon": {"lr": 1e-2, "weight_decay": 0.1, "ns_dtype": F32},  # the same products on every CPU
+    "MuonWithAdamW": {"lr": 1e-2, "weight_decay": 0.1, "ns_dtype": F32},
+    "Adafactor": {"lr": 1e-2, "eps": (2.0**-23, 1e-3)},  # None: that of the dtype
+    "LAMB": {"lr": 1e-2},
 }
 
 # Settings of one group that the others do not have.
@@ -72,6 +87,9 @@ HOOKS = [
 ]
 
 names = pytest.mark.parametrize("name", NAMES)
+all_names = pytest.mark.parametrize("name", ALL)
+runs = pytest.mark.parametrize("name, mode", RUNS)
+kin_names = pytest.mark.parametrize("name", (*TORCH_NAMES, "Muon", "Adafactor"))  # of torch's
 torch_names = pytest.mark.parametrize("name", TORCH_NAMES)
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -97,12 +115,65 @@ class ReferenceLion(torch.optim.Optimizer):
                 average.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
+class ReferenceLAMB(torch.optim.Optimizer):
+    """An optimizer class of the reference."""
+
+    def __init__(self, params, maximize=False, **settings):
+        super().__init__(params, {"lr": 1e-3, "maximize": maximize, "settings": settings})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, moments=(torch.zeros_like(p), torch.zeros_like(p)))
+                state["step"] += 1
+                gradient = -p.grad if group["maximize"] else p.grad
+                after = reference.optimizer.lamb(
+                    p, gradient, *state["moments"], state["step"], **group["settings"]
+                )
+                p.copy_(after[0])
+                state["moments"] = after[1:]
+
+
+REFERENCES = {"Lion": ReferenceLion, "LAMB": ReferenceLAMB}
+
+
 def ours(name):
     return getattr(onepass.optim, name)
 
 
 def stock(name):
-    return ReferenceLion if name == "Lion" else getattr(torch.optim, name)
+    return REFERENCES.get(name) or getattr(torch.optim, name)
+
+
+def shapes_of(name):
+    return MATRICES if name == "Muon" else SHAPES
+
+
+def options_of(name, mode):
+    """The mode's, without a dtype of states that the optimizer does not take."""
+    options = dict(MODES[mode])
+    if name in ("Adafactor", "LAMB"):
+        options.pop("state_dtype", None)
+    return options
+
+
+def given(name, params):
+    """Parameters as the class takes them: of MuonWithAdamW in two groups, matrices being Muon's."""
+    if name != "MuonWithAdamW":
+        return params
+    kinds = [[p for p in params if (p.dim() == 2) is is_matrix] for is_matrix in (True, False)]
+    return [{"params": of, "use_muon": of is kinds[0]} for of in kinds]
+
+
+def built(name, params, cls=None, **options):
+    """An optimizer over these parameters, with settings that are not the defaults."""
+    flags = {**FLAGS[name], **options}
+    if cls is not None and cls is not ours(name):
+        flags.pop("ns_dtype", None)
+    return (cls or ours(name))(given(name, params), **flags)
 
 
 def bits(tensor):
@@ -169,11 +240,24 @@ def assert_same(one, two, case=""):
     assert not different, f"{case}: {different} differ"
 
 
-def made(name, sizes, dtype=F32, seed=0, **extras):
-    """One of ours over random parameters; the same seed, the same parameters."""
+@contextlib.contextmanager
+def unchanged(optimizer):
+    """After the block the optimizer is what it was before."""
+    before = snapshot(optimizer)
+    yield
+    assert_same(snapshot(optimizer), before)
+
+
+def made(name, sizes, dtype=F32, seed=0, cls=None, **extras):
+    """One of ours, or `cls`, over random parameters; the same seed, the same parameters."""
     generator = torch.Generator().manual_seed(seed)
     params = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
-    return ours(name)(params, **{**FLAGS[name], **extras})
+    return built(name, params, cls, **extras)
+
+
+def like(name, mode="own state", dtype=BF16, **extras):
+    """One of ours in this mode, over parameters of every kind that it takes."""
+    return made(name, shapes_of(name), dtype, **{**options_of(name, mode), **extras})
 
 
 def give_gradients(optimizer, number, scale=1.0):
@@ -258,14 +342,18 @@ def through_pickle(value):
 
 
 def first_moment(name):
-    return "momentum_buffer" if name == "SGD" else "exp_avg"
+    return "momentum_buffer" if name in ("SGD", "Muon") else "exp_avg"
+
+
+def without_gradients(optimizer):
+    return {key: value for key, value in snapshot(optimizer).items() if key[1] != "grad"}
 
 
 def over_copies(name, optimizer, cls=None, dtype=None, **extras):
     """Another optimizer over copies of the parameters, without their state."""
     params = [p.detach().clone().to(dtype or p.dtype) for p in members(optimizer)]
     params = [p.requires_grad_() for p in params]
-    return (cls or ours(name))(params, **{**FLAGS[name], **extras})
+    return built(name, params, cls, **extras)
 
 
 def resumed(name, optimizer, checkpoint=None, **how):

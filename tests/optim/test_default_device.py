@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 
 import onepass
 from onepass.optim.checks import refuse_shared_memory
-from tests.optim.cases import BF16, assert_same, members, ours, snapshot
+from tests.optim.cases import ALL, MODES, assert_same, built, members, snapshot, through_a_file
+from tests.support.dtypes import BF16
 
 CASES = {
-    "AdamW": {"amsgrad": True},
-    "Adam": {},
-    "SGD": {"momentum": 0.9},
-    "Lion": {},
-    "Muon": {},
-    "MuonWithAdamW": {},
-    "Adafactor": {},
-    "LAMB": {},
-    "AdamW, fp32": {"master": "fp32", "max_grad_norm": 0.1},
-    "AdamW, remainder16": {"master": "remainder16", "zero_grads": True},
-    "AdamW, stochastic": {"master": "stochastic", "ema_decay": 0.9, "ema_dtype": "param"},
-    "AdamW, int8": {"state_dtype": "int8", "ema_decay": 0.9, "max_grad_norm": 0.1},
+    **dict.fromkeys(ALL, {}),
+    "AdamW, fp32": {"max_grad_norm": 0.1},
+    "AdamW, remainder16": {"zero_grads": True},
+    "AdamW, stochastic": {"ema_decay": 0.9, "ema_dtype": "param"},
+    "AdamW, int8": {"ema_decay": 0.9, "max_grad_norm": 0.1},
 }
 
 
@@ -42,28 +35,23 @@ def drawn():
 def run(case, drawn):
     name, _, mode = case.partition(", ")
     dtype = BF16 if mode and mode != "int8" else torch.float32
-    params = [drawn(64, 64).to(dtype).requires_grad_() for _ in range(3)]
-    given = params
-    if name == "MuonWithAdamW":
-        given = [{"params": [p], "use_muon": p is params[0]} for p in params]
-    make = lambda given: ours(name)(given, lr=1e-2, **CASES[case])  # noqa: E731
-    optimizer = make(given)
+    shapes = ((64, 64), (64, 64), (64, 64) if name == "Muon" else (4096,))
+    params = [drawn(*shape).to(dtype).requires_grad_() for shape in shapes]
+    options = MODES[mode or "own state"] | CASES[case]
+    optimizer = built(name, params, **options)
     optimizer.step()  # without gradients
     for number in range(3):
         for p in params:
-            p.grad = drawn(64, 64).to(dtype)
+            p.grad = drawn(*p.shape).to(dtype)
         if number == 2:
             optimizer = copy.deepcopy(optimizer)
         optimizer.step()
-    saved = io.BytesIO()
-    torch.save(optimizer.state_dict(), saved)
-    saved.seek(0)
-    resumed = make(copy.deepcopy(optimizer.param_groups) if name == "MuonWithAdamW" else given)
-    resumed.load_state_dict(torch.load(saved, map_location="cpu"))
+    resumed = built(name, params, **options)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     for p in members(resumed):
-        p.grad = drawn(64, 64).to(dtype)
+        p.grad = drawn(*p.shape).to(dtype)
     resumed.step()
-    if "ema_decay" in CASES[case]:
+    if "ema_decay" in options:
         with resumed.swap_ema():
             pass
     return resumed

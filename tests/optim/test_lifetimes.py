@@ -11,7 +11,6 @@ import torch
 
 import onepass
 from tests.optim.cases import (
-    BF16,
     MODES,
     SHAPES,
     give_gradients,
@@ -22,6 +21,7 @@ from tests.optim.cases import (
     stock,
     torch_names,
 )
+from tests.support.dtypes import BF16
 
 
 def followed(optimizer):

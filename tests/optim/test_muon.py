@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
+import inspect
 
 import pytest
 import torch
@@ -16,7 +14,8 @@ from onepass._policy import products
 from onepass.optim import newton_schulz
 from onepass.optim.muon import scale_of
 from onepass.reference import optimizer as reference
-from tests.optim.cases import BF16, F16, F32, F64, assert_same, everything, same, snapshot, steps
+from tests.optim.cases import assert_same, everything, same, snapshot, steps
+from tests.support.dtypes import BF16, F16, F32, F64
 
 Muon = onepass.optim.Muon
 # Wide, tall and square; one with strips; two of a shape; single rows and columns.
@@ -30,14 +29,6 @@ SETTINGS = {
     "other iterations": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "eps": 1e-3},
     "no iterations": {"ns_steps": 0},
     "tensor lr": {"lr": torch.tensor(0.02)},
-}
-OPTIONS = {
-    "plain": {},
-    "float32 state": {"state_dtype": F32},
-    "fp32": {"master": "fp32"},
-    "remainder16": {"master": "remainder16"},
-    "stochastic": {"master": "stochastic"},
-    "clipped": {"max_grad_norm": 0.5, "zero_grads": True},
 }
 
 
@@ -76,26 +67,17 @@ def results(optimizer):
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_float32(name, count):
-    settings = SETTINGS[name]
-    found = results(steps(made(**settings), count))
-    ref = by_reference(F64, count, **settings)
-    base = by_reference(F32, count, **settings)
+def test_values(name, dtype):
+    settings, shapes = SETTINGS[name], SHAPES if dtype is F32 else SHAPES[:-1]
+    found = results(steps(made(shapes, dtype, **settings), 3))
+    ref = by_reference(F64, 3, shapes, dtype, **settings)
+    base = by_reference(dtype, 3, shapes, dtype, **settings)
     for which, key in enumerate(("param", "momentum_buffer")):
-        for i, shape in enumerate(SHAPES):
+        for i, shape in enumerate(shapes):
             triple = (found[which][i], ref[which][i], base[which][i])
             numerics.assert_close(*triple, case=f"{name}, {key} of {shape}")
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_float64(name):
-    settings = SETTINGS[name]
-    found = results(steps(made(dtype=F64, **settings), 3))
-    ref = by_reference(F64, 3, start=F64, **settings)
-    for mine, expected in zip(sum(found, []), sum(ref, []), strict=True):
-        numerics.assert_close(mine, expected, expected, case=name)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -131,7 +113,7 @@ def test_singular_values_come_near_one():
     assert 0.6 < found.min() and found.max() < 1.3
 
 
-@pytest.mark.parametrize("rows", [256, 257, 300, 515])
+@pytest.mark.parametrize("rows", [256, 257, 515])
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_strips_are_the_whole_product(rows, dtype):
     x = torch.randn(2, rows, rows + 20, dtype=dtype) / rows
@@ -169,16 +151,7 @@ def test_a_batch_is_cut_where_it_grows(monkeypatch):
 # ---- as torch's ----------------------------------------------------------------------------------
 
 
-def through_a_file(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
-
-
 def test_the_signature_begins_with_torchs():
-    import inspect
-
     theirs = list(inspect.signature(torch.optim.Muon).parameters.values())
     mine = list(inspect.signature(Muon).parameters.values())[: len(theirs)]
     assert [(p.name, p.default, p.kind) for p in mine] == [
@@ -187,52 +160,15 @@ def test_the_signature_begins_with_torchs():
     assert issubclass(Muon, torch.optim.Muon)
 
 
-@pytest.mark.parametrize("taken", [0, 2])
-def test_checkpoints_go_both_ways(taken):
-    mine = steps(made(momentum=0.9), taken)
-    theirs = made(cls=torch.optim.Muon)
-    theirs.load_state_dict(through_a_file(mine.state_dict()))
-    assert theirs.param_groups[0]["momentum"] == 0.9
-    states = mine.state_dict()["state"]
-    assert all(list(entry) == ["momentum_buffer"] for entry in states.values())
-    other = made()
-    other.load_state_dict(through_a_file(theirs.state_dict()))
-    assert_same(
-        {k: v for k, v in snapshot(other).items() if k[1] == "momentum_buffer"},
-        {k: v for k, v in snapshot(mine).items() if k[1] == "momentum_buffer"},
-    )
-    for one, two in zip(results(mine)[0], results(other)[0], strict=True):
-        two.copy_(one)
-    moved = snapshot(steps(mine, 2, first=taken))
-    assert_same(snapshot(steps(other, 2, first=taken)), moved)
-    # torch's own keys suffice: those that only we have come from the constructor.
-    plain = theirs.state_dict()
-    for group in plain["param_groups"]:
-        del group["ns_dtype"], group["matrices"]
-    other = made(ns_dtype="bfloat16")
-    other.load_state_dict(plain)
-    assert other.param_groups[0]["ns_dtype"] == "bfloat16"
-    steps(theirs, 1, first=taken)
-
-
-def test_fuse():
-    old = steps(made(cls=torch.optim.Muon), 2)
-    buffers = [old.state[p]["momentum_buffer"].clone() for p in old.param_groups[0]["params"]]
-    new = onepass.optim.fuse(old, max_grad_norm=1.0)
-    assert type(new) is Muon and new.param_groups[0] is old.param_groups[0]
-    assert all(same(one, two) for one, two in zip(results(new)[1], buffers, strict=True))
-    steps(new, 1)
-    with pytest.raises(RuntimeError, match="handed to onepass.optim.fuse"):
-        old.step()
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_copies_go_on_by_themselves(options, how):
-    optimizer = steps(made(dtype=BF16, **OPTIONS[options]), 2)
-    twin = how(optimizer)
-    moved = snapshot(steps(twin, 2, first=2))
-    assert_same(snapshot(steps(optimizer, 2, first=2)), moved)
+def test_checkpoints_of_torch_load():
+    """Its keys suffice: those that only we have come from the constructor."""
+    checkpoint = steps(made(cls=torch.optim.Muon, momentum=0.9), 2).state_dict()
+    mine = made(ns_dtype="bfloat16")
+    mine.load_state_dict(checkpoint)
+    (group,) = mine.param_groups
+    assert (group["momentum"], group["ns_dtype"], group["matrices"]) == (0.9, "bfloat16", None)
+    assert all(list(entry) == ["momentum_buffer"] for entry in mine.state_dict()["state"].values())
+    steps(mine, 1)
 
 
 ERRORS = [
@@ -302,74 +238,7 @@ def test_errors(settings, message):
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def test_closures_schedulers_and_missing_gradients():
-    optimizer = made()
-    params = optimizer.param_groups[0]["params"]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    before = [p.detach().clone() for p in params]
-
-    def closure():
-        optimizer.zero_grad()
-        loss = params[0].square().sum() + params[2].sum()
-        loss.backward()
-        return loss
-
-    assert float(optimizer.step(closure).detach()) != 0.0
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    moved = [not same(p.detach(), b) for p, b in zip(params, before, strict=True)]
-    assert moved == [True, False, True, False, False, False, False]
-    assert params[1] not in optimizer.state
-    assert made().step() is None  # no gradients at all
-
-
-def test_groups_have_their_own_settings():
-    first, second = drawn(((6, 5), (6, 5)))
-    gradient = torch.randn(6, 5)
-    groups = [{"params": [first.clone().requires_grad_()], "lr": 0.1, "ns_steps": 2}]
-    groups += [{"params": [second.clone().requires_grad_()], "momentum": 0.5}]
-    optimizer = Muon(groups, lr=0.02, ns_dtype="float32")
-    for group in optimizer.param_groups:
-        group["params"][0].grad = gradient.clone()
-    optimizer.step()
-    for group, start in zip(groups, (first, second), strict=True):
-        settings = {k: v for k, v in group.items() if k in ("lr", "momentum", "ns_steps")}
-        expected, _ = reference.muon(start, gradient, torch.zeros(6, 5), **{"lr": 0.02, **settings})
-        torch.testing.assert_close(group["params"][0].detach(), expected)
-
-
-@pytest.mark.parametrize("master", [None, "fp32", "remainder16"])
-def test_layouts(master):
-    """The same as contiguous values: other layouts go through the same products."""
-    layouts = {
-        "contiguous": lambda values: values.clone(),
-        "transposed": lambda values: values.mT.contiguous().mT,
-        "gaps": lambda values: torch.stack([values, values], -1).flatten(1)[:, ::2],
-        "negative": lambda values: torch._neg_view(-values),
-    }
-    start, gradient = drawn(((24, 40), (24, 40)), BF16)
-    found = {}
-    for of_param in ("contiguous", "transposed", "gaps"):
-        for of_gradient in layouts:
-            p = torch.nn.Parameter(layouts[of_param](start))
-            strides = p.stride()
-            optimizer = Muon([p], lr=0.02, master=master, ns_dtype="float32")
-            for _ in range(2):
-                p.grad = layouts[of_gradient](gradient)
-                optimizer.step()
-            assert p.stride() == strides
-            found[of_param, of_gradient] = snapshot(optimizer)
-    for pair, one in found.items():
-        assert_same(
-            {key: value for key, value in one.items() if key[1] != "grad"},
-            {k: v for k, v in found["contiguous", "contiguous"].items() if k[1] != "grad"},
-            str(pair),
-        )
-
-
-def test_empty_and_still_parameters():
-    optimizer = steps(made(((0, 5), (5, 0), (1, 1), (3, 4))), 2)
-    assert all(p.isfinite().all() for p in optimizer.param_groups[0]["params"])
+def test_parameters_without_a_gradient_are_still():
     p = torch.full((3, 4), 2.0, requires_grad=True)
     p.grad = torch.zeros(3, 4)
     Muon([p], weight_decay=0.0).step()
@@ -384,23 +253,13 @@ def test_scales_are_torchs(adjust_lr_fn):
         assert scale_of(adjust_lr_fn, *shape) == _adjust_lr(1.0, adjust_lr_fn, torch.Size(shape))
 
 
-def test_sparse_gradients_and_shared_memory_are_refused():
-    p = torch.zeros(4, 4, requires_grad=True)
-    optimizer = Muon([p])
-    for _ in range(2):  # before and after there is a table
-        p.grad = torch.ones(4, 4).to_sparse()
-        with pytest.raises(RuntimeError, match="^Muon does not support sparse gradients"):
-            optimizer.step()
-        p.grad = torch.ones(4, 4)
-        optimizer.step()
+def test_shared_memory_is_refused():
     memory = torch.zeros(6, 4)
     pair = [torch.nn.Parameter(memory[:4]), torch.nn.Parameter(memory[2:])]
     for one in pair:
         one.grad = torch.ones(4, 4)
     with pytest.raises(RuntimeError, match="params must not share memory"):
         Muon(pair).step()
-    with pytest.raises(RuntimeError, match="params must be floating point tensors"):
-        Muon([torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)])
 
 
 def test_autocast_has_no_part_in_a_step():
@@ -409,48 +268,7 @@ def test_autocast_has_no_part_in_a_step():
         assert_same(snapshot(steps(made(), 1)), plain)
 
 
-def test_a_grad_scaler_unscales_and_skips():
-    plain = steps(made(), 1)
-    optimizer = made()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for number, p in enumerate(optimizer.param_groups[0]["params"]):
-        generator = torch.Generator().manual_seed(number)
-        p.grad = torch.randn(p.shape, generator=generator)
-    scaler.scale(torch.ones(()))
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad *= 1024.0
-    scaler.step(optimizer)
-    scaler.update()
-    assert_same(
-        {k: v for k, v in snapshot(optimizer).items() if k[1] != "grad"},
-        {k: v for k, v in snapshot(plain).items() if k[1] != "grad"},
-    )
-    before = snapshot(optimizer)
-    optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    after = snapshot(optimizer)
-    assert_same(*({k: v for k, v in s.items() if k[1] != "grad"} for s in (after, before)))
-
-
 # ---- masters, states, clipping -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("master", ["fp32", "remainder16"])
-def test_masters_are_a_float32_run(master):
-    """A bfloat16 parameter with a master is its float32 twin, rounded."""
-    optimizer = steps(made(dtype=BF16, master=master), 5)
-    shown = optimizer.state_dict()["state"]
-    twin = made(dtype=BF16, state_dtype=F32)
-    params = [p.detach().float().requires_grad_() for p in twin.param_groups[0]["params"]]
-    twin = Muon(params, lr=0.02, ns_dtype="float32")
-    for number in range(5):
-        for i, p in enumerate(params):
-            generator = torch.Generator().manual_seed(1000 * number + i)
-            p.grad = torch.randn(p.shape, generator=generator).to(BF16).float()
-        twin.step()
-    for i, p in enumerate(params):
-        assert same(shown[i]["master"], p.detach()) and shown[i]["momentum_buffer"].dtype is F32
 
 
 def test_stochastic_rounding_is_right_on_average():
@@ -471,34 +289,6 @@ def test_sixteen_bits(dtype):
         results(steps(made(shapes, dtype, cls), 2))[0] for cls in (Muon, torch.optim.Muon)
     )
     numerics.assert_close(mine, ref, theirs)
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1.0])
-def test_clipping_is_that_of_clip_grad_norm(scale):
-    mine, other = made(max_grad_norm=0.5, zero_grads=True), made()
-    for number in range(3):
-        for optimizer in (mine, other):
-            for i, p in enumerate(optimizer.param_groups[0]["params"]):
-                generator = torch.Generator().manual_seed(1000 * number + i)
-                p.grad = torch.randn(p.shape, generator=generator) * scale * (number + 1)
-        norm = torch.nn.utils.clip_grad_norm_(other.param_groups[0]["params"], 0.5)
-        mine.step()
-        other.step()
-        torch.testing.assert_close(mine.grad_norm, norm)
-        assert not any(p.grad.any() for p in mine.param_groups[0]["params"])
-    for one, two in zip(sum(results(mine), []), sum(results(other), []), strict=True):
-        torch.testing.assert_close(one, two)
-
-
-def test_a_norm_that_is_not_finite_skips_the_step():
-    optimizer = steps(made(max_grad_norm=1.0, zero_grads=True), 1)
-    before = snapshot(optimizer)
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.full(p.shape, torch.nan)
-    optimizer.step()
-    after = snapshot(optimizer)
-    assert_same(*({k: v for k, v in s.items() if k[1] != "grad"} for s in (after, before)))
-    assert not any(p.grad.any() for p in optimizer.param_groups[0]["params"])
 
 
 # ---- stacked matrices ----------------------------------------------------------------------------

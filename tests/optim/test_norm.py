@@ -11,28 +11,31 @@ import torch
 import onepass
 from onepass import numerics
 from tests.optim.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     FLAGS,
-    MODES,
+    NAMES,
+    OF_TENSORS,
     SHAPES,
+    all_names,
     assert_same,
     bits,
     give_gradients,
+    like,
     made,
     members,
-    modes,
     names,
+    options_of,
     ours,
     resumed,
+    runs,
     same,
+    shapes_of,
     snapshot,
     steps,
     stock,
     through_pickle,
+    without_gradients,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 
 # ---- clipping ------------------------------------------------------------------------------------
 
@@ -67,13 +70,27 @@ def test_clipped_steps(limit, name):
     numerics.assert_close(norms[:5], norms[5:10], norms[10:])
 
 
-@names
-@modes
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_clipping_is_that_of_clip_grad_norm(name):
+    """One norm over all groups."""
+    mine, other = like(name, dtype=F32, max_grad_norm=0.5), like(name, dtype=F32)
+    for number in range(3):
+        for optimizer in (mine, other):
+            give_gradients(optimizer, number, 0.02 * (number + 1))
+        norm = torch.nn.utils.clip_grad_norm_(members(other), 0.5)
+        mine.step(), other.step()
+        torch.testing.assert_close(mine.grad_norm, norm)
+    expected = without_gradients(other)
+    for key, value in without_gradients(mine).items():
+        torch.testing.assert_close(value, expected[key])
+
+
+@runs
 def test_a_norm_within_the_limit_changes_nothing(mode, name):
-    extras = {key: value for key, value in MODES[mode].items() if key != "max_grad_norm"}
-    plain = steps(made(name, SHAPES, BF16, **extras), 3)
+    extras = {**options_of(name, mode), "max_grad_norm": None}
+    plain = steps(like(name, mode, **extras), 2)
     for limit in (1e9, math.inf):
-        checked = steps(made(name, SHAPES, BF16, **extras, max_grad_norm=limit), 3)
+        checked = steps(like(name, mode, **{**extras, "max_grad_norm": limit}), 2)
         assert_same(snapshot(checked), snapshot(plain))
         assert checked.grad_norm.isfinite() and checked.max_grad_norm == limit
 
@@ -98,18 +115,16 @@ def test_the_norm_of_no_gradients_is_zero():
 
 
 @pytest.mark.isa
-@names
-@modes
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("limit", [1e9, math.inf])
+@runs
+@pytest.mark.parametrize("bad, limit", [(math.nan, math.inf), (math.inf, 1e9), (-math.inf, 1e9)])
+@pytest.mark.grid
 def test_steps_whose_norm_is_not_finite_are_skipped(limit, bad, mode, name):
     """Nothing changes, and the run continues as if the step had not been called."""
-    extras = {**MODES[mode], "max_grad_norm": limit, "zero_grads": False}
-    expected = made(name, SHAPES, BF16, **extras)
-    found = made(name, SHAPES, BF16, **extras)
+    extras = {"max_grad_norm": limit, "zero_grads": False}
+    expected, found = like(name, mode, **extras), like(name, mode, **extras)
     for number in (0, 1, 2):
         give_gradients(found, number)
-        members(found)[1].grad[-1] = bad
+        members(found)[1].grad.view(-1)[-1] = bad
         before = snapshot(found)
         found.step()
         assert not found.grad_norm.isfinite()
@@ -123,32 +138,25 @@ def test_steps_whose_norm_is_not_finite_are_skipped(limit, bad, mode, name):
     assert_same(snapshot(found), snapshot(expected))
 
 
-@names
+@all_names
 @pytest.mark.parametrize("why", ["norm", "found_inf"])
 def test_a_skipped_first_step_leaves_no_trace(why, name):
     """A checkpoint made then continues as the run does, which for SGD is to start its buffer."""
     flags = {"dampening": 0.5} if name == "SGD" else {}
-    optimizer = made(name, SHAPES, max_grad_norm=math.inf, **flags)
+    optimizer = made(name, shapes_of(name), max_grad_norm=math.inf, **flags)
     give_gradients(optimizer, 0)
     if why == "norm":
-        members(optimizer)[1].grad[0] = math.nan
+        members(optimizer)[1].grad.view(-1)[0] = math.nan
     else:
         optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
+    if why == "norm" and name in NAMES:
+        assert not any(optimizer.state_dict()["state"].values())
     optimizer.found_inf = None
     new = resumed(name, optimizer, max_grad_norm=math.inf, **flags)
-    expected = steps(made(name, SHAPES, max_grad_norm=math.inf, **flags), 1)
+    expected = steps(made(name, shapes_of(name), max_grad_norm=math.inf, **flags), 1)
     assert_same(snapshot(steps(new, 1)), snapshot(expected), "resumed")
     assert_same(snapshot(steps(optimizer, 1)), snapshot(expected), "not interrupted")
-
-
-@names
-def test_a_skipped_first_step_makes_no_state(name):
-    optimizer = made(name, SHAPES, max_grad_norm=math.inf)
-    give_gradients(optimizer, 0)
-    members(optimizer)[1].grad[0] = math.nan
-    optimizer.step()
-    assert not any(optimizer.state_dict()["state"].values())
 
 
 @pytest.mark.isa
@@ -196,14 +204,16 @@ def test_only_a_scaler_is_told_that_steps_unscale(name):
         assert same(p.grad, gradient / 1024)
 
 
-@names
+@pytest.mark.isa
+@all_names
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_a_scaler_in_any_order(limit, name):
-    """The step divides, or unscale_ has; gradients are written by unscale_ alone."""
+    """The step divides, or unscale_ has; gradients are written by unscale_ alone. With a power of
+    two the steps are, bit for bit, those of gradients without a scale."""
     results = []
-    for unscaled in (False, True):
-        optimizer = made(name, SHAPES, max_grad_norm=limit)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for scale, unscaled in ((1024.0, False), (1024.0, True), (1.0, False)):
+        optimizer = made(name, shapes_of(name), max_grad_norm=limit)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scale != 1.0)
         for number in range(4):
             before = scaled(optimizer, scaler, number)
             if unscaled:
@@ -211,12 +221,15 @@ def test_a_scaler_in_any_order(limit, name):
             after = [p.grad.clone() for p in members(optimizer)]
             scaler.step(optimizer)
             scaler.update()
+            assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
             for p, written, scaled_one in zip(members(optimizer), after, before, strict=True):
-                assert same(p.grad, written)
+                # Those of tensors are unscaled by the scaler, before their step.
+                assert same(p.grad, written) or (name in OF_TENSORS and not unscaled)
                 assert same(written, scaled_one / 1024 if unscaled else scaled_one)
         norm = [] if limit is None else [optimizer.grad_norm]
         results.append([p.detach() for p in members(optimizer)] + norm)
-    assert all(same(one, two) for one, two in zip(*results, strict=True))
+    for other in results[1:]:
+        assert all(same(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 @names
@@ -241,128 +254,38 @@ def test_a_scaler_of_several_optimizers(name):
             assert same(now, members(optimizers[0])[index].detach())
 
 
-@pytest.mark.isa
-@names
-@pytest.mark.parametrize("limit", [None, 0.5])
-def test_grad_scale_is_unscaling(limit, name):
-    """A power of two: bitwise the step with the gradients divided by it, which stay as they are."""
-    results = []
-    for scale in (1.0, 1024.0):
-        optimizer = made(name, SHAPES, max_grad_norm=limit)
-        for number in range(3):
-            give_gradients(optimizer, number, scale)
-            before = [p.grad.clone() for p in members(optimizer)]
-            if scale != 1:
-                optimizer.grad_scale = torch.tensor(scale)
-                optimizer.found_inf = torch.tensor(0.0)
-            optimizer.step()
-            assert all(same(p.grad, g) for p, g in zip(members(optimizer), before, strict=True))
-        norm = [] if limit is None else [optimizer.grad_norm]
-        results.append([p.detach() for p in members(optimizer)] + norm)
-    assert all(same(one, two) for one, two in zip(*results, strict=True))
-
-
-@names
-@modes
+@runs
 def test_found_inf_skips(mode, name):
-    optimizer = steps(made(name, SHAPES, BF16, **{**MODES[mode], "zero_grads": False}), 2)
-    fresh = made(name, SHAPES, BF16, **MODES[mode])
-    for one in (optimizer, fresh):
-        give_gradients(one, 5)
-        one.grad_scale, one.found_inf = torch.tensor(4.0), torch.tensor(1.0)
-        before = snapshot(one)
-        one.step()
-        after = snapshot(one)
-        if one is optimizer:
-            assert_same(after, before)
-        for key in before:
-            assert key[1] == "grad" or same(after[key], before[key])
-        one.found_inf = torch.tensor(0.0)
-        one.step()
-        assert not same(members(one)[1].detach(), before[1, "param"])
-
-
-@names
-@pytest.mark.parametrize("clip", [False, True], ids=["", "unscaled and clipped by the loop"])
-def test_a_loop_with_a_scaler(clip, name):
-    """Ours with GradScaler, and torch's with it: the same scales, the same steps skipped."""
-    weights, scales, skipped = [], [], []
-    for cls, dtype in ((ours(name), F32), (stock(name), F64), (stock(name), F32)):
-        torch.manual_seed(6)
-        model = torch.nn.Linear(20, 3)
-        x = torch.randn(8, 20)
-        model, x = model.to(dtype), x.to(dtype)
-        optimizer = cls(model.parameters(), **FLAGS[name])
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        seen = []
-        for number in range(10):
-            optimizer.zero_grad()
-            scaler.scale(model(x).square().mean()).backward()
-            if number in (4, 8):
-                model.weight.grad[1, 2] = math.inf
-            if clip:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            before = model.weight.detach().clone()
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append((scaler.get_scale(), torch.equal(before, model.weight)))
-        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
-        weights.append([p.detach() for p in model.parameters()])
-        scales.append([scale for scale, _ in seen])
-        skipped.append([skip for _, skip in seen])
-    assert scales[0] == scales[2] and skipped[0] == skipped[2]
-    assert skipped[0] == [number in (4, 8) for number in range(10)]
-    numerics.assert_close(*weights)
-
-
-@names
-def test_a_scaler_with_a_norm_of_our_own(name):
-    """The scaler's check and the norm's agree; the norm is that of the unscaled gradients."""
-    model = torch.nn.Linear(20, 3)
-    optimizer = ours(name)(model.parameters(), **FLAGS[name], max_grad_norm=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
-    loss = model(torch.randn(8, 20)).square().mean()
-    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    norm = torch.cat([g.double().flatten() for g in expected]).norm()
-    assert abs(optimizer.grad_norm / norm - 1) < 1e-6
-    assert scaler.get_scale() == 4096
-    before = snapshot(optimizer)
-    model.weight.grad[0, 0] = math.inf
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
-    after = snapshot(optimizer)
-    assert all(same(after[key], before[key]) for key in before if key[1] != "grad")
-    assert scaler.get_scale() == 2048
+    extras = {"zero_grads": False}
+    for optimizer in (steps(like(name, mode, **extras), 2), like(name, mode, **extras)):
+        give_gradients(optimizer, 5)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+        before = snapshot(optimizer)
+        optimizer.step()
+        after = snapshot(optimizer)
+        assert_same({key: after[key] for key in before}, before)
+        optimizer.found_inf = torch.tensor(0.0)
+        optimizer.step()
+        assert not same(members(optimizer)[1].detach(), before[1, "param"])
 
 
 # ---- gradients set to zeros ----------------------------------------------------------------------
 
 
 @pytest.mark.isa
-@names
-@modes
+@runs
 def test_zeroed_gradients(mode, name):
     """The same steps, and zeros in the same memory afterwards."""
-    extras = {key: value for key, value in MODES[mode].items() if key != "zero_grads"}
-    plain = made(name, SHAPES, BF16, **extras)
-    zeroing = made(name, SHAPES, BF16, **extras, zero_grads=True)
-    for number in range(3):
+    plain, zeroing = (like(name, mode, zero_grads=zeroes) for zeroes in (False, True))
+    for number in range(2):
         give_gradients(plain, number), give_gradients(zeroing, number)
-        members(zeroing)[2].grad = members(zeroing)[2].grad.t().contiguous().t()
+        matrix = next(p for p in members(zeroing) if p.dim() == 2)
+        matrix.grad = matrix.grad.t().contiguous().t()
         gradients = [p.grad for p in members(zeroing)]
         plain.step(), zeroing.step()
         for p, gradient in zip(members(zeroing), gradients, strict=True):
             assert p.grad is gradient and not bits(gradient).any()
-    found, expected = (
-        {key: value for key, value in snapshot(one).items() if key[1] != "grad"}
-        for one in (zeroing, plain)
-    )
-    assert_same(found, expected)
+    assert_same(without_gradients(zeroing), without_gradients(plain))
 
 
 @names

@@ -12,30 +12,35 @@ import torch
 import onepass
 from onepass import numerics
 from tests.optim.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     FLAGS,
     MODES,
+    RUNS,
     SHAPES,
+    TORCH_NAMES,
     assert_same,
     first_moment,
     give_gradients,
+    kin_names,
+    like,
     made,
     members,
     modes,
     names,
+    options_of,
     ours,
     over_copies,
     resumed,
     same,
+    shapes_of,
     snapshot,
     steps,
     stock,
     through_a_file,
     torch_names,
+    unchanged,
+    without_gradients,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 
 SAVED_BYTES = 128  # allowed difference between two saved files of tensors of one size
 
@@ -49,12 +54,15 @@ def saved_bytes(value):
 # ---- the form of a checkpoint --------------------------------------------------------------------
 
 
-@torch_names
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_as_torchs(name, momentum):
-    flags = {"momentum": momentum} if name == "SGD" else {}
+@pytest.mark.parametrize(
+    "name, flags",
+    [("AdamW", {}), ("Adam", {}), ("SGD", {"momentum": 0.0}), ("SGD", {}), ("Adafactor", {})],
+    ids=str,
+)
+def test_as_torchs(name, flags):
+    first = made(name, SHAPES)
     found, expected = (
-        steps(over_copies(name, made(name, SHAPES), cls=cls, **flags), 2).state_dict()
+        steps(over_copies(name, first, cls=cls, **flags), 2).state_dict()
         for cls in (ours(name), stock(name))
     )
     assert list(found) == list(expected)
@@ -68,22 +76,9 @@ def test_as_torchs(name, momentum):
     assert [list(group) for group in found["param_groups"]] == [
         list(group) for group in expected["param_groups"]
     ]
-
-
-@torch_names
-def test_defaults_and_types_are_torchs(name):
-    p = torch.zeros(5, requires_grad=True)
-    found, expected = ours(name)([p]), stock(name)([p])
-    assert isinstance(found, stock(name))
-    assert found.defaults == expected.defaults
-    assert found.param_groups == expected.param_groups
-
-
-def test_lions_groups():
-    optimizer = steps(made("Lion", SHAPES), 1)
-    (group,) = optimizer.state_dict()["param_groups"]
-    assert {"lr", "betas", "weight_decay", "maximize", "params"} <= set(group)
-    assert all(list(entries) == ["exp_avg"] for entries in optimizer.state_dict()["state"].values())
+    plain, torchs = (cls(members(first)) for cls in (ours(name), stock(name)))
+    assert isinstance(plain, stock(name))
+    assert plain.defaults == torchs.defaults and plain.param_groups == torchs.param_groups
 
 
 @names
@@ -113,7 +108,7 @@ def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
 @names
 @modes
 def test_an_entry_is_saved_with_its_own_bytes_alone(mode, name):
-    optimizer = steps(made(name, [(300,)] * 20 + [(4352,)], BF16, **MODES[mode]), 1)
+    optimizer = steps(made(name, [(300,)] * 5 + [(4352,)], BF16, **MODES[mode]), 1)
     for index, entries in optimizer.state_dict()["state"].items():
         for key, value in entries.items():
             if torch.is_tensor(value):
@@ -122,40 +117,41 @@ def test_an_entry_is_saved_with_its_own_bytes_alone(mode, name):
         assert saved_bytes(p) <= saved_bytes(p.detach().clone().requires_grad_()) + 2 * SAVED_BYTES
 
 
-@torch_names
-def test_a_checkpoint_is_as_large_as_torchs(name):
-    sizes = [(11,)] * 100 + [(5000,)]
-    found = saved_bytes(steps(made(name, sizes), 1).state_dict())
-    expected = saved_bytes(steps(over_copies(name, made(name, sizes), stock(name)), 1).state_dict())
-    assert found <= 1.02 * expected
-
-
 # ---- continued -----------------------------------------------------------------------------------
 
 
-@names
-@modes
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "name, mode, dtype",
+    [(*run, BF16) for run in RUNS]
+    + [(*run, F32) for run in RUNS if run[1] in ("own state", "int8", "all")],
+    ids=str,
+)
 def test_ours_continued_is_bitwise_the_run_that_was_not_interrupted(dtype, mode, name):
-    whole = steps(made(name, SHAPES, dtype, **MODES[mode]), 3)
+    """What was loaded is a copy: steps leave it alone."""
+    whole = steps(like(name, mode, dtype), 3)
     torch.manual_seed(99)
-    new = resumed(name, whole, **MODES[mode])
-    before, after = snapshot(whole), snapshot(new)
-    assert_same({k: v for k, v in before.items() if k[1] != "grad"}, after)
-    assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
+    held = through_a_file(whole.state_dict())
+    new = resumed(name, whole, held, **options_of(name, mode))
+    saved = copy.deepcopy(held["state"])
+    if (name, mode) != ("MuonWithAdamW", "int8"):  # its codes are rounded once more
+        assert_same(without_gradients(whole), snapshot(new))
+        assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
+    for number, entry in saved.items():
+        for key, value in entry.items():
+            assert same(torch.as_tensor(held["state"][number][key]), torch.as_tensor(value))
 
 
-@torch_names
+@kin_names
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 def test_through_torch_and_back_is_bitwise(name, amsgrad):
-    flags = {} if name == "SGD" else {"amsgrad": amsgrad}
-    whole = steps(made(name, SHAPES, **flags), 3)
+    flags = {"amsgrad": amsgrad} if "Adam" in name else {}
+    whole = steps(made(name, shapes_of(name), **flags), 3)
     between = resumed(name, whole, cls=stock(name), **flags)
     new = resumed(name, between, **flags)
     assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
 
 
-@torch_names
+@pytest.mark.parametrize("name", (*TORCH_NAMES, "Adafactor"))
 @pytest.mark.parametrize("ours_first", [False, True], ids=["torch first", "ours first"])
 def test_torch_and_ours_continue_each_other(name, ours_first):
     order = (ours(name), stock(name)) if ours_first else (stock(name), ours(name))
@@ -206,20 +202,37 @@ def test_a_checkpoint_of_parameters_laid_out_otherwise(mode, name):
 # ---- loaded --------------------------------------------------------------------------------------
 
 
+# Options of what was saved and of what loads it, and the dtype of the moments then.
+LOADED = [
+    ({"master": "fp32", "state_dtype": F32}, {"master": "fp32"}, F32),
+    ({"master": "fp32", "state_dtype": F32}, {"master": "fp32", "state_dtype": F32}, F32),
+    # Checkpoints from before float32 was the default hold narrow moments.
+    ({"master": "fp32", "state_dtype": BF16}, {"master": "fp32"}, F32),
+    ({"master": "remainder16", "state_dtype": BF16}, {"master": "remainder16"}, F32),
+    ({"master": "fp32"}, {"master": "stochastic"}, F32),
+    ({}, {"state_dtype": F32}, F32),
+]
+
+
 @names
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("state_dtype", [None, F32], ids=str)
-def test_float32_states_are_never_cast_down(state_dtype, dtype, name):
+@pytest.mark.parametrize("saved, loads, moments", LOADED, ids=str)
+@pytest.mark.grid
+def test_states_are_never_cast_down(saved, loads, moments, dtype, name):
     """Optimizer.load_state_dict of torch casts them to the parameter's dtype."""
-    whole = steps(made(name, SHAPES, dtype, state_dtype=F32, master="fp32"), 3)
-    new = resumed(name, whole, state_dtype=state_dtype, master="fp32")
+    if saved.get("master") == "remainder16":
+        dtype = BF16
+    whole = steps(made(name, SHAPES, dtype, **saved), 3)
+    new, states = resumed(name, whole, **loads), whole.state_dict()["state"]
     for index, p in enumerate(members(new)):
-        for key in {first_moment(name), "master"}:
-            expected = whole.state_dict()["state"][index][key]
-            assert expected.dtype == F32
-            assert same(new.state_dict()["state"][index][key], expected)
-            assert same(new.state[p][key], expected)
-    assert_same(snapshot(steps(new, 2, first=3)), snapshot(steps(whole, 2, first=3)))
+        for key in {first_moment(name), "master"} & new.state_dict()["state"][index].keys():
+            found = new.state_dict()["state"][index][key]
+            assert found.dtype is moments and same(found, states[index][key].to(F32))
+            if key != "master" or loads["master"] == "fp32":
+                assert same(new.state[p][key], found)
+    steps(new, 2, first=3)
+    if saved == {"state_dtype": F32, **loads}:
+        assert_same(snapshot(new), snapshot(steps(whole, 2, first=3)))
 
 
 @torch_names
@@ -257,43 +270,16 @@ def test_a_checkpoint_without_a_seed_gets_one(name):
 
 
 @names
-def test_a_checkpoint_of_another_shape_is_refused_before_anything_is_written(name):
-    checkpoint = copy.deepcopy(steps(made(name, SHAPES), 2).state_dict())
-    checkpoint["param_groups"][0]["lr"] = 0.75
-    checkpoint["state"][2][first_moment(name)] = torch.zeros(5, 4)
-    optimizer = steps(made(name, SHAPES), 3)
-    twin = steps(made(name, SHAPES), 3)
-    before = snapshot(optimizer)
-    with pytest.raises((RuntimeError, ValueError), match=first_moment(name)):
-        optimizer.load_state_dict(checkpoint)
-    assert_same(snapshot(optimizer), before)
-    assert optimizer.param_groups[0]["lr"] == FLAGS[name]["lr"]
-    assert_same(snapshot(steps(optimizer, 1, first=3)), snapshot(steps(twin, 1, first=3)))
-
-
-@names
 def test_a_checkpoint_of_other_groups_is_refused_as_by_torch(name):
     optimizer = steps(made(name, SHAPES), 1)
-    before = snapshot(optimizer)
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    checkpoint["param_groups"] *= 2
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(checkpoint)
-    checkpoint["param_groups"] = checkpoint["param_groups"][:1]
-    checkpoint["param_groups"][0]["params"] = [0, 1]
-    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
-        optimizer.load_state_dict(checkpoint)
-    assert_same(snapshot(optimizer), before)
-
-
-def test_steps_as_numbers_load():
-    """As torch saved them before 1.12."""
-    whole = steps(made("AdamW", SHAPES), 3)
-    checkpoint = copy.deepcopy(whole.state_dict())
-    for entries in checkpoint["state"].values():
-        entries["step"] = int(entries["step"])
-    new = resumed("AdamW", whole, checkpoint)
-    assert_same(snapshot(steps(new, 2, first=3)), snapshot(steps(whole, 2, first=3)))
+    checkpoint = optimizer.state_dict()
+    (group,) = checkpoint["param_groups"]
+    for message, groups in (
+        ("different number of parameter groups", [group, group]),
+        ("doesn't match the size of optimizer's group", [{**group, "params": [0, 1]}]),
+    ):
+        with unchanged(optimizer), pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict({**checkpoint, "param_groups": groups})
 
 
 def test_tensor_lr_and_names_of_parameters_survive():
@@ -311,16 +297,6 @@ def test_tensor_lr_and_names_of_parameters_survive():
     steps(new, 1)
 
 
-def test_hooks_of_saving_and_loading_run():
-    optimizer, seen = made("AdamW", SHAPES), []
-    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before saving"))
-    optimizer.register_state_dict_post_hook(lambda *_: seen.append("after saving"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before loading"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after loading"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["before saving", "after saving", "before loading", "after loading"]
-
-
 # ---- masters and 8 bits through checkpoints ------------------------------------------------------
 
 
@@ -332,8 +308,7 @@ def test_masters_are_converted(kinds, name):
     new = resumed(name, whole, master=kinds[1])
     steps(new, 3, first=3), steps(whole, 3, first=3)
     back = resumed(name, new, master=kinds[0])
-    found = {k: v for k, v in snapshot(back).items() if k[1] != "grad"}
-    assert_same(found, {k: v for k, v in snapshot(whole).items() if k[1] != "grad"})
+    assert_same(snapshot(back), without_gradients(whole))
 
 
 @names
@@ -390,59 +365,37 @@ def test_torch_loads_ours(mode, name):
 
 @names
 def test_8_bits_are_saved_as_float32_and_come_back(name):
-    whole = steps(made(name, SHAPES, state_dtype="int8"), 3)
-    entry = whole.state_dict()["state"][1][first_moment(name)]
-    assert entry.dtype == F32 and entry.shape == (4352,)
-    assert len(entry.unique()) <= 255 * (4352 // 256)
-    for state_dtype in ("int8", F32):
-        new = resumed(name, whole, state_dtype=state_dtype)
-        found = {k: v for k, v in snapshot(new).items() if k[1] != "grad"}
-        assert_same(found, {k: v for k, v in snapshot(whole).items() if k[1] != "grad"})
-
-
-@names
-def test_8_bit_checkpoints_are_a_fixed_point(name):
     """Any float32 checkpoint is rounded to codes once, and then stays."""
+    key = first_moment(name)
     plain = steps(made(name, SHAPES), 3)
     first = resumed(name, plain, state_dtype="int8")
-    second = resumed(name, first, state_dtype="int8")
-    assert_same(snapshot(second), snapshot(first))
-    assert not same(
-        first.state_dict()["state"][1][first_moment(name)],
-        plain.state_dict()["state"][1][first_moment(name)],
-    )
+    entry = first.state_dict()["state"][1][key]
+    assert entry.dtype == F32 and entry.shape == (4352,)
+    assert len(entry.unique()) <= 255 * (4352 // 256)
+    assert not same(entry, plain.state_dict()["state"][1][key])
+    for state_dtype in ("int8", F32):
+        assert_same(snapshot(resumed(name, first, state_dtype=state_dtype)), snapshot(first))
 
 
 # ---- changed from outside ------------------------------------------------------------------------
 
 
-def changed_and_loaded(name, change, dtype=F32, **extras):
-    """A run with change(optimizer) in the middle, and one from a checkpoint after the change."""
-    found = steps(made(name, SHAPES, dtype, **extras), 2)
-    change(found)
-    expected = resumed(name, found, **extras)
-    assert_same(snapshot(steps(found, 2, first=2)), snapshot(steps(expected, 2, first=2)))
-    return found
-
-
-@names
-@pytest.mark.parametrize("mode", ["float32 state", "own state", "fp32", "bfloat16"])
-def test_replaced_entries_are_used(mode, name):
-    def replace(optimizer):
-        for p in members(optimizer)[1:3]:
-            old = optimizer.state[p][first_moment(name)]
-            optimizer.state[p][first_moment(name)] = torch.full_like(old, 0.25)
-
-    def write(optimizer):
-        for p in members(optimizer)[1:3]:
-            optimizer.state[p][first_moment(name)].fill_(0.25)
-
-    replaced = changed_and_loaded(name, replace, BF16, **MODES[mode])
-    written = changed_and_loaded(name, write, BF16, **MODES[mode])
-    assert_same(snapshot(replaced), snapshot(written))
-    untouched = steps(made(name, SHAPES, BF16, **MODES[mode]), 4)
-    key = (1, first_moment(name))
-    assert not same(snapshot(replaced)[key], snapshot(untouched)[key])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_replaced_steps_are_used(name):
+    """As those of a checkpoint made after the change."""
+    ends = []
+    for is_replaced in (True, False):
+        optimizer = steps(made(name, SHAPES), 2)
+        entry = optimizer.state[members(optimizer)[1]]
+        if is_replaced:
+            entry["step"] = torch.tensor(50.0)
+        else:
+            entry["step"].fill_(50.0)
+        ends += [resumed(name, optimizer), optimizer]
+    found = [snapshot(steps(one, 2, first=2)) for one in ends]
+    assert [float(found[0][index, "step"]) for index in range(4)] == [4, 52, 4, 4]
+    for other in found[1:]:
+        assert_same(other, found[0])
 
 
 @names
@@ -464,19 +417,6 @@ def test_codes_of_8_bits_are_replaced_by_codes(name):
     expected = steps(made(name, SHAPES, state_dtype="int8"), 4)
     steps(optimizer, 1, first=3)
     assert same(second.detach(), members(expected)[1].detach())
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_replaced_steps_are_used(name):
-    def replace(optimizer):
-        optimizer.state[members(optimizer)[1]]["step"] = torch.tensor(50.0)
-
-    def write(optimizer):
-        optimizer.state[members(optimizer)[1]]["step"].fill_(50.0)
-
-    replaced = snapshot(changed_and_loaded(name, replace))
-    assert_same(replaced, snapshot(changed_and_loaded(name, write)))
-    assert [float(replaced[index, "step"]) for index in range(4)] == [4, 52, 4, 4]
 
 
 @names
@@ -530,23 +470,6 @@ def test_parameters_changed_from_outside_are_used(mode, name):
         results.append(snapshot(steps(optimizer, 2, first=2)))
     assert_same(results[0], results[2], "written")
     assert_same(results[1], results[2], "other memory")
-
-
-@names
-@pytest.mark.parametrize("master", ["fp32", "remainder16"])
-def test_a_master_that_was_reseeded_is_the_parameter(master, name):
-    optimizer = steps(made(name, SHAPES, BF16, master=master), 2)
-    optimizer.param_groups[0].update(lr=0.0)
-    first = members(optimizer)[1]
-    others = snapshot(optimizer)
-    with torch.no_grad():
-        first.fill_(1.5)
-    steps(optimizer, 1, first=2)
-    assert (first == 1.5).all()
-    after = snapshot(optimizer)
-    assert (after[1, "master"] == 1.5).all()
-    for index in (0, 2, 3):
-        assert same(after[index, "master"], others[index, "master"])
 
 
 @names

@@ -4,87 +4,97 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import onepass
 from onepass import numerics
 from tests.optim.cases import (
-    BF16,
     DETERMINISTIC,
-    F16,
-    F32,
-    F64,
     FLAGS,
     MODES,
     NAMES,
     OF_A_GROUP,
+    OF_TENSORS,
     QUARTER,
     SCALES,
     SIZES,
     ReferenceLion,
+    all_names,
     assert_same,
+    built,
     check_against_stock,
     check_run,
     drawn,
+    give_gradients,
+    like,
     made,
     members,
     names,
     ours,
     run,
     same,
+    shapes_of,
     snapshot,
     steps,
     stock,
     torch_names,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 
 # ---- values: float32 -----------------------------------------------------------------------------
 
-learning_rates = pytest.mark.parametrize(
-    "lr", [1e-2, torch.tensor(1e-2)], ids=["float lr", "tensor lr"]
-)
-maximizes = pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
-decays = pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+
+def by_pairs(**options):
+    """Eight choices among options of two values each: any two values of two options meet."""
+    columns = (1, 2, 4, 3, 5, 6, 7)  # of an orthogonal array
+    for number in range(8):
+        places = [(number & column).bit_count() % 2 for column in columns]
+        yield {name: of[place] for (name, of), place in zip(options.items(), places, strict=False)}
+
+
+SETTINGS = {"lr": (1e-2, torch.tensor(1e-2)), "maximize": (False, True), "weight_decay": (0.0, 0.1)}
 
 
 @pytest.mark.isa
-@learning_rates
-@maximizes
-@decays
-@pytest.mark.parametrize("betas, eps", [((0.9, 0.999), 1e-8), ((0.8, 0.95), 1e-3)])
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_adam(name, amsgrad, betas, eps, weight_decay, maximize, lr):
-    keys = ["param", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
-    flags = {"amsgrad": amsgrad, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    check_against_stock(name, keys, lr=lr, maximize=maximize, **flags)
-
-
-@pytest.mark.isa
-@learning_rates
-@maximizes
-@decays
 @pytest.mark.parametrize(
-    "momentum, dampening, nesterov",
-    [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.5, False), (0.9, 0.0, True), (0.0, 0.5, False)],
+    "options",
+    by_pairs(
+        **SETTINGS,
+        name=("AdamW", "Adam"),
+        amsgrad=(False, True),
+        averages=({}, {"betas": (0.8, 0.95), "eps": 1e-3}),
+    ),
+    ids=str,
 )
-def test_sgd(momentum, dampening, nesterov, weight_decay, maximize, lr):
-    keys = ["param"] + ["momentum_buffer"] * bool(momentum)
-    flags = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    check_against_stock("SGD", keys, lr=lr, weight_decay=weight_decay, maximize=maximize, **flags)
+def test_adam(options):
+    options = dict(options)
+    keys = ["param", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options["amsgrad"]
+    check_against_stock(options.pop("name"), keys, **options.pop("averages"), **options)
+
+
+MOMENTA = [
+    {"momentum": 0.0}, {"momentum": 0.0, "dampening": 0.5}, {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True},
+]  # fmt: skip
 
 
 @pytest.mark.isa
-@learning_rates
-@maximizes
-@decays
-@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.8)])
-def test_lion(betas, weight_decay, maximize, lr):
+@pytest.mark.parametrize("options", list(by_pairs(**SETTINGS))[1::2], ids=str)
+@pytest.mark.parametrize("momentum", MOMENTA, ids=str)
+def test_sgd(momentum, options):
+    keys = ["param"] + ["momentum_buffer"] * bool(momentum["momentum"])
+    check_against_stock("SGD", keys, **momentum, **options)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("flags", by_pairs(**SETTINGS, betas=((0.9, 0.99), (0.5, 0.8))), ids=str)
+def test_lion(flags):
     """Elements whose update is within float32's error of zero are left out: its sign is open."""
     start, gradients = drawn()
-    flags = {"betas": betas, "weight_decay": weight_decay, "maximize": maximize, "lr": lr}
     found = run(ours("Lion"), start, gradients, sizes=SIZES, **flags)
     ref = run(ReferenceLion, start, gradients, F64, **flags)
     base = run(ReferenceLion, start, gradients, **flags)
@@ -190,29 +200,27 @@ def test_a_step_rounds_once(dtype, state_dtype, name):
 
 
 @pytest.mark.isa
-@names
+@all_names
 @pytest.mark.parametrize(
     "dtype, master", [(BF16, "fp32"), (F16, "fp32"), (BF16, "remainder16")], ids=str
 )
-def test_masters(dtype, master, name):
-    """The master equals the parameter of a float32 run; the parameter is the master, rounded."""
-    start, gradients = drawn(dtype)
-    flags = {key: value for key, value in FLAGS[name].items() if key != "amsgrad"}
-    extras = {"master": master, "state_dtype": F32}
-    found = run(ours(name), start, gradients, dtype, SIZES, **flags, **extras)
-    ref = run(stock(name), start, gradients, F64, **flags)
-    base = run(stock(name), start, gradients, **flags)
-    for p, whole in zip(found["param"], found["master"], strict=True):
-        assert p.dtype == dtype and whole.dtype == F32
-        assert same(p, rounded_away(whole, dtype))
-    keep = None
-    if name == "Lion":
-        scale = torch.tensor(SCALES).repeat_interleave(QUARTER)
-        keep = ref["closest"][-1] > 1e-6 * scale
-    found["param"] = found["master"]
-    keys = set(found) - {"step", "master"}
-    assert keys == set(base) - {"step", "closest"}
-    check_run(found, ref, base, keys, keep)
+def test_masters_are_a_float32_run(dtype, master, name):
+    """And averages are those of that run: of its results before they are rounded."""
+    options = {} if name in ("Adafactor", "LAMB") else {"state_dtype": F32}
+    optimizer = like(name, dtype=dtype, master=master, ema_decay=0.9, **options)
+    params = [p.detach().float().requires_grad_() for p in members(optimizer)]
+    wide = built(name, params, ema_decay=0.9)
+    for number in range(10):
+        give_gradients(optimizer, number)
+        for p, q in zip(members(optimizer), members(wide), strict=True):
+            q.grad = p.grad.float()
+        optimizer.step(), wide.step()
+    shown, expected = snapshot(optimizer), snapshot(wide)
+    for (index, key), value in expected.items():
+        if key != "grad":
+            assert same(shown[index, "master" if key == "param" else key], value), (index, key)
+        if key == "param":
+            assert same(shown[index, "param"], rounded_away(value, dtype))
 
 
 @names
@@ -324,15 +332,63 @@ def test_parameters_without_gradients_and_later_groups(name):
     twins(build)
 
 
-@names
+OF_ONE_GROUP = {
+    "Adafactor": {"d": 2.0}, "LAMB": {"betas": (0.4, 0.9)}, "Muon": {"momentum": 0.5, "ns_steps": 2}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ONE_GROUP)
+def test_groups_are_optimizers_of_their_own(name):
+    """Also with a rate that is a tensor."""
+    shapes = (*shapes_of(name)[:2], *shapes_of(name)[:2])
+    params, others = (members(made(name, shapes)) for _ in range(2))
+    rate, more = torch.tensor(1e-2), {"lr": 0.1, **OF_ONE_GROUP[name]}
+    run = [built(name, [{"params": params[:2], "lr": rate}, {"params": params[2:], **more}])]
+    run += [built(name, others[:2], lr=float(rate)), built(name, others[2:], **more)]
+    for number in range(3):
+        for p, q in zip(params, others, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+            q.grad = p.grad.clone()
+        for optimizer in run:
+            optimizer.step()
+    assert all(map(same, params, others))
+
+
+@all_names
 def test_a_step_without_gradients_makes_nothing(name):
-    p = torch.ones(5, requires_grad=True)
-    optimizer = ours(name)([p])
+    optimizer = like(name, dtype=F32)
+    before = snapshot(optimizer)
     assert optimizer.step() is None
-    assert (p == 1).all() and not any(optimizer.state_dict()["state"].values())
+    assert_same(snapshot(optimizer), before)
+    assert not any(optimizer.state_dict()["state"].values())
 
 
-SCHEDULES = ("cosine", "one cycle", "lambda", "plateau")
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_only_what_has_a_gradient_is_stepped(name):
+    optimizer = like(name, dtype=F32)
+    before = [p.detach().clone() for p in members(optimizer)]
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    first, second, *_ = members(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = first.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) != 0.0
+    scheduler.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {FLAGS[name]["lr"] / 2}
+    moved = [not same(p.detach(), was) for p, was in zip(members(optimizer), before, strict=True)]
+    assert moved == [True, False, False, False] and second not in optimizer.state
+
+
+SCHEDULES = {
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=10),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: 0.9**n),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0),
+}
 
 
 @pytest.mark.parametrize(
@@ -341,21 +397,14 @@ SCHEDULES = ("cosine", "one cycle", "lambda", "plateau")
     [pair for pair in itertools.product(NAMES, SCHEDULES) if pair != ("Lion", "one cycle")],
 )
 @pytest.mark.parametrize("tensor", [False, True], ids=["float lr", "tensor lr"])
+@pytest.mark.grid
 def test_schedulers(tensor, schedule, name):
-
     def build(which, dtype):
         p = torch.randn(300).to(dtype).requires_grad_()
         lr = torch.tensor(1e-2) if tensor else 1e-2
         flags = {**FLAGS[name], "lr": lr}
         optimizer = which(name)([p], **flags)
-        scheduler = {
-            "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
-            "one cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, 0.1, total_steps=20
-            ),
-            "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n),
-            "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-        }[schedule]()
+        scheduler = SCHEDULES[schedule](optimizer)
         for _ in range(15):
             p.grad = torch.randn(300).to(dtype)
             optimizer.step()
@@ -381,12 +430,3 @@ def test_a_closure_runs_once_with_gradients_on():
         loss = optimizer.step(closure)
     assert calls == [True] and loss == 5
     assert (p == 0).all()
-
-
-def test_hooks_run():
-    optimizer = made("AdamW", (5,))
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    steps(optimizer, 2)
-    assert seen == ["before", "after"] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from onepass.optim.contract import ALGORITHMS, Hyper
 from onepass.optim.contract import CODE_BLOCK as BLOCK
 from tests.emulator.executors import DEVICE, Emulated
+from tests.support.dtypes import BF16, F16, F32, F64
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INT8 = torch.uint8
 ADAM, SGD, LION = map(ALGORITHMS.get, ("Adam", "SGD", "Lion"))
 MOMENTS = {ADAM: 2, SGD: 1, LION: 1}
@@ -61,19 +62,25 @@ class Tensors:
     group: int = 0
     average: Tensor | None = None
 
+    def changed(self, change: Callable) -> Tensors:
+        """change(name, tensor) in the place of each tensor."""
+        found = {}
+        for name in ("param", "gradient", "master", "step", "average"):
+            tensor = getattr(self, name)
+            found[name] = None if tensor is None else change(name, tensor)
+        for name in ("moments", "scales"):
+            found[name] = [change(f"{name} {i}", t) for i, t in enumerate(getattr(self, name))]
+        return dataclasses.replace(self, **found)
+
     def on(self, device: torch.device) -> Tensors:
         """A copy on a device; each operand keeps its distance to a multiple of 16 bytes."""
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
+        def moved(_, tensor: Tensor) -> Tensor:
             ahead = tensor.data_ptr() % 16 // tensor.itemsize
             room = torch.empty(tensor.numel() + ahead, dtype=tensor.dtype, device=device)
             return room[ahead:].view(tensor.shape).copy_(tensor)
 
-        states = [list(map(moved, kind)) for kind in (self.moments, self.scales)]
-        tensors = (*map(moved, (self.param, self.gradient)), *states, moved(self.master))
-        return Tensors(*tensors, moved(self.step), self.index, self.group, moved(self.average))
+        return self.changed(moved)
 
     def all(self) -> list[Tensor]:
         others = [kept for kept in (self.master, self.average) if kept is not None]

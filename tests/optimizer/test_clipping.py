@@ -10,8 +10,8 @@ import torch
 from onepass import _dispatch_log, numerics, reference
 from onepass.optim import clip_grad_norm_
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import BF16, F16, F32, F64
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INF = float("inf")
 ORDERS = (1.0, 2.0, INF)
 op = torch.ops.onepass.clip_grad_norm
@@ -97,8 +97,7 @@ def test_mixed_dtypes(order):
 def test_a_norm_within_the_limit_leaves_gradients_as_they_are():
     of = parameters(10, 5000)
     before = [p.grad.clone() for p in of]
-    norm = clip_grad_norm_(of, 1e9)
-    assert norm > 0
+    assert clip_grad_norm_(of, 1e9) > 0
     assert all(torch.equal(p.grad, g) for p, g in zip(of, before, strict=True))
 
 
@@ -125,24 +124,17 @@ def test_single_tensor_generator_and_missing_gradients():
 def test_layouts(order):
     """Permuted gradients are read in place; those with gaps go to torch's own function."""
     of = parameters((6, 5), (2, 3, 4, 5), (4, 1, 3), ())
-    of[0].grad = torch.randn(5, 6).t()
+    memory = torch.full((40,), 7.0)
+    of[0].grad = memory[5:35].normal_().view(5, 6).t()
     of[1].grad = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     check(of, 0.1, order)
-    whole = torch.randn(6, 10)
+    whole = torch.randn(6, 10)  # what lies around stays
     (gaps,) = parameters((6, 5))
     gaps.grad = whole[:, ::2]
     others = whole[:, 1::2].clone()
     check([*of, gaps], 0.05, order)
     assert torch.equal(whole[:, 1::2], others)
-
-
-@everywhere
-def test_what_lies_around_a_gradient_stays():
-    memory = torch.full((3 * PIECE,), 7.0)
-    (p,) = parameters(PIECE + 3)
-    p.grad = memory[5 : 5 + PIECE + 3].normal_()
-    check([p], 0.1)
-    assert (memory[:5] == 7.0).all() and (memory[5 + PIECE + 3 :] == 7.0).all()
+    assert (memory[:5] == 7.0).all() and (memory[35:] == 7.0).all()
 
 
 @everywhere
@@ -161,15 +153,14 @@ def test_empty_gradients():
 # ---- contract ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("threads", [2, 5])
 def test_bitwise_equal_for_any_number_of_threads(threads):
-    of = parameters(*[768] * 50, 300_001)
+    of = parameters(*[768] * 50, 30_001)
     again = copies(of)
     expected = clip_grad_norm_(of, 0.5)
     torch.set_num_threads(threads)
     assert torch.equal(clip_grad_norm_(again, 0.5), expected)
-    for one, two in zip(of, again, strict=True):
-        assert torch.equal(one.grad, two.grad)
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(of, again, strict=True))
 
 
 def test_all_tensors_are_one_list_of_pieces():
@@ -183,31 +174,25 @@ def test_all_tensors_are_one_list_of_pieces():
 
 
 def test_messages():
-    with pytest.raises(RuntimeError, match="norm_type must be 1, 2 or inf, got 3"):
-        op([torch.ones(2)], 1.0, 3.0, False)
-    with pytest.raises(
-        RuntimeError,
-        match=r"gradients must have dtype float32, bfloat16, float16 or float64, got int64",
+    floats = "float32, bfloat16, float16 or float64"
+    gaps = r"gradients must have no gaps between their elements, got shape \(3,\) with strides"
+    for message, gradients, order in (
+        ("norm_type must be 1, 2 or inf, got 3", [torch.ones(2)], 3.0),
+        (f"gradients must have dtype {floats}, got int64", [torch.ones(2, dtype=torch.int64)], 2.0),
+        (gaps, [torch.ones(6)[::2]], 2.0),
     ):
-        op([torch.ones(2), torch.ones(2, dtype=torch.int64)], 1.0, 2.0, False)
-    with pytest.raises(
-        RuntimeError,
-        match=r"gradients must have no gaps between their elements, got shape \(3,\) with "
-        r"strides \(2,\)",
-    ):
-        op([torch.ones(6)[::2]], 1.0, 2.0, False)
+        with pytest.raises(RuntimeError, match=message):
+            op(gradients, 1.0, order, False)
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.onepass.gradient_norm(gradients, order)
 
 
-def test_gradient_norm():
+def test_the_norm_is_float64():
     for dtype in (F32, BF16, F64):
         gradients = [torch.randn(size).to(dtype) for size in (5, 0, 5000)]
         norm = torch.ops.onepass.gradient_norm(gradients)
         assert norm.dtype is F64
-        expected = torch.cat([g.double() for g in gradients]).norm()
-        assert abs(norm / expected - 1) < 1e-6
-        torch.library.opcheck(torch.ops.onepass.gradient_norm, (gradients,))
-    with pytest.raises(RuntimeError, match="norm_type must be 1, 2 or inf, got 3"):
-        torch.ops.onepass.gradient_norm([torch.ones(2)], 3.0)
+        assert abs(norm / torch.cat([g.double() for g in gradients]).norm() - 1) < 1e-6
 
 
 # ---- extremes ------------------------------------------------------------------------------------
@@ -248,6 +233,7 @@ def test_squares_beyond_float32(dtype, order):
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("place", [0, 31, 257, PIECE - 1, PIECE, 4999])
+@pytest.mark.grid(3)
 def test_not_finite_as_torch(bad, order, place):
     of = parameters(100, 5000)
     of[1].grad[place] = bad
@@ -337,14 +323,6 @@ def test_what_goes_to_torch_is_logged(monkeypatch, caplog):
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def test_opcheck():
-    for sizes in ((5,), (5, 0, 5000)):
-        gradients = [torch.randn(size) for size in sizes]
-        torch.library.opcheck(torch.ops.onepass.clip_grad_norm, (gradients, 0.1, 2.0, False))
-    mixed = [torch.randn(5), torch.randn(5).bfloat16()]
-    torch.library.opcheck(torch.ops.onepass.clip_grad_norm, (mixed, 0.1, INF, False))
-
-
 def test_compile():
     gradients = [torch.randn(30), torch.randn(5, 5)]
     expected = [g.clone() for g in gradients]
@@ -358,22 +336,3 @@ def test_compile():
     assert torch.equal(found, norm) and torch.equal(doubled, expected[0] * 2)
     for one, two in zip(gradients, expected, strict=True):
         assert torch.equal(one, two)
-
-
-def test_in_a_training_loop():
-    """Ten steps of SGD with ours and with torch's: the same weights to rounding."""
-    weights = []
-    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-        torch.manual_seed(3)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1)
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        x, y = torch.randn(64, 20), torch.randn(64, 1)
-        for _ in range(10):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            clip(model.parameters(), 0.1)
-            optimizer.step()
-        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert (weights[0] - weights[1]).abs().max() <= 1e-6

@@ -16,10 +16,6 @@ from tests.emulator.executors import CUDA, Emulated, all_instances
 from tests.optimizer import cases
 from tests.optimizer.cases import (
     ADAM,
-    BF16,
-    F16,
-    F32,
-    F64,
     GROUPS,
     INT8,
     KERNELS,
@@ -36,7 +32,8 @@ from tests.optimizer.cases import (
     on_cpu,
     on_cuda,
     shifted,
-)  # fmt: skip
+)
+from tests.support.dtypes import BF16, F16, F32, F64
 
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 MIXED_SIZES = {False: 300, True: 512}  # a whole row and a tail; two blocks of codes
@@ -65,24 +62,16 @@ def check(emulator: Emulated | None, call: Step, steps: int = 1) -> None:
         assert_equal(cpu.tensors, cuda.tensors, f"step {number},")
 
 
-OF_MOMENTS = ("first moment", "second moment", "third moment")
-OPERANDS = ("param", "gradient", *OF_MOMENTS, "master", "average")
+OPERANDS = ("param", "gradient", "moments 0", "moments 1", "moments 2", "master", "average")
 
 
-def shift(tensors: list[cases.Tensors], operands) -> None:
+def shift(tensors: list[cases.Tensors], operands) -> list[cases.Tensors]:
     """Makes each of these operands begin 8 bytes after a multiple of 16."""
-    for t in tensors:
-        if "param" in operands:
-            t.param = shifted(t.param)
-        if "gradient" in operands:
-            t.gradient = shifted(t.gradient)
-        for which, name in enumerate(OF_MOMENTS[: len(t.moments)]):
-            if name in operands:
-                t.moments[which] = shifted(t.moments[which])
-        if "master" in operands and t.master is not None:
-            t.master = shifted(t.master)
-        if "average" in operands and t.average is not None:
-            t.average = shifted(t.average)
+
+    def change(name, tensor):
+        return shifted(tensor) if name in operands else tensor
+
+    return [t.changed(change) for t in tensors]
 
 
 def make_groups(algorithm: int, sizes=SIZES, **dtypes) -> tuple[list, torch.Tensor]:
@@ -322,8 +311,7 @@ def test_steps_are_counted_without_elements(counts):
 
 @pytest.mark.parametrize("operands", [*OPERANDS, OPERANDS], ids=str)
 def test_addresses_that_are_not_aligned(counts, operands):
-    tensors = make_mixes(MIXED_SIZES, 3)
-    shift(tensors, operands)
+    tensors = shift(make_mixes(MIXED_SIZES, 3), operands)
     settings = hyper({"amsgrad": True})
     call = Step(ADAM, tensors, settings, stochastic_params=True, stochastic_moments=True)
     check(counts, call)
@@ -359,6 +347,17 @@ BLOCK_READ, BLOCK_WRITTEN = 96 + 4 + 4, 4  # settings, step and ticket; ticket
 COUNT = 4  # a tensor's step, read and written by the last block
 
 
+def check_pass(emulator, call: Step, read: int, written: int, of_block: int = 0) -> int:
+    """Bytes of an element, and what a block reads beside its settings. Returns the blocks."""
+    elements = sum(t.param.numel() for t in call.tensors)
+    scales = sum(scale.nbytes for t in call.tensors for scale in t.scales)
+    counted, counts = on_cuda(call, emulator), COUNT * len(call.tensors)
+    blocks = counted["splits"]
+    assert counted["read"] == read * elements + scales + blocks * (BLOCK_READ + of_block) + counts
+    assert counted["written"] == written * elements + scales + blocks * BLOCK_WRITTEN + counts
+    return blocks
+
+
 @pytest.mark.parametrize("average", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["f32", "bf16, f32 master", "bf16, remainder", "bf16, codes"])
 def test_averages_are_part_of_the_pass(emulator, name, average):
@@ -366,47 +365,28 @@ def test_averages_are_part_of_the_pass(emulator, name, average):
     *dtypes, read, written = ONE_PASS[name]
     if dtypes[0] is F32:
         average = F32
-    elements, size = 2 * PIECE, average.itemsize
-    counted = on_cuda(Step(ADAM, [make(elements, *dtypes, average=average)], hyper({})), emulator)
-    scales = 2 * 4 * elements // cases.BLOCK if dtypes[2] is INT8 else 0
-    assert counted["read"] == (read + size) * elements + scales + 2 * BLOCK_READ + COUNT
-    assert counted["written"] == (written + size) * elements + scales + 2 * BLOCK_WRITTEN + COUNT
+    call = Step(ADAM, [make(2 * PIECE, *dtypes, average=average)], hyper({}))
+    check_pass(emulator, call, read + average.itemsize, written + average.itemsize)
 
 
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_one_pass(emulator, name):
     *dtypes, read, written = ONE_PASS[name]
     assert read + written == TOTALS[list(ONE_PASS).index(name)]
-    sizes = (2 * PIECE, 256, PIECE + 512)
-    tensors = [make(size, *dtypes) for size in sizes]
-    for stochastic in (False, True):
-        counted = on_cuda(
-            Step(
-                ADAM, tensors, hyper({}), stochastic_params=stochastic,
-                stochastic_moments=stochastic,
-            ),
-            emulator,
-        )  # fmt: skip
-        blocks, elements = counted["splits"], sum(sizes)
-        assert blocks == 5
-        scales = 2 * 4 * elements // cases.BLOCK if dtypes[2] is INT8 else 0  # 10.1 bytes in all
-        counts = COUNT * len(sizes)
-        assert counted["read"] == read * elements + scales + blocks * BLOCK_READ + counts
-        assert counted["written"] == written * elements + scales + blocks * BLOCK_WRITTEN + counts
+    tensors = [make(size, *dtypes) for size in (2 * PIECE, 256, PIECE + 512)]
+    for noise in (False, True):
+        call = Step(ADAM, tensors, hyper({}), stochastic_params=noise, stochastic_moments=noise)
+        assert check_pass(emulator, call, read, written) == 5
 
 
 def test_one_pass_of_single_elements(emulator):
     """For tails and unaligned tensors."""
     for numel, operands in ((1001, ()), (1024, ("gradient",))):
-        tensors = [make(numel, BF16, BF16, F32)]
-        shift(tensors, operands)
-        counted = on_cuda(Step(ADAM, tensors, hyper({})), emulator)
-        assert counted["read"] == 12 * numel + BLOCK_READ + COUNT
-        assert counted["written"] == 10 * numel + BLOCK_WRITTEN + COUNT
+        tensors = shift([make(numel, BF16, BF16, F32)], operands)
+        check_pass(emulator, Step(ADAM, tensors, hyper({})), 12, 10)
 
 
 def test_one_pass_of_the_other_algorithms(emulator):
-    elements = 2 * PIECE
     for algorithm, moments, step, read, written in (
         (ADAM, 3, 3, 20, 16),  # amsgrad
         (SGD, 0, 3, 8, 4),
@@ -415,25 +395,17 @@ def test_one_pass_of_the_other_algorithms(emulator):
         (LION, 1, 3, 12, 8),
     ):
         settings = hyper({"amsgrad": moments == 3, "momentum": 0.9 * (moments == 1)})
-        tensors = [make(elements, moments=moments, step=step)]
+        tensors, of_all = [make(2 * PIECE, moments=moments, step=step)], {"norm": 3.0}
+        of_all |= {"grad_scale": 2.0, "found_inf": 0.0}
         for zero in (0, 4):
-            call = Step(
-                algorithm, tensors, settings, zero_gradients=zero > 0, grad_scale=2.0, norm=3.0,
-                found_inf=0.0,
-            )  # fmt: skip
-            call = call.copy()
-            counted = on_cuda(call, emulator)
-            assert counted["read"] == read * elements + 2 * (BLOCK_READ + 16) + COUNT
-            assert counted["written"] == (written + zero) * elements + 2 * BLOCK_WRITTEN + COUNT
+            call = Step(algorithm, tensors, settings, zero_gradients=zero > 0, **of_all).copy()
+            check_pass(emulator, call, read, written + zero, of_block=16)
 
 
 def test_adding_a_gradient_of_16_bits_is_one_pass(emulator):
     """As in `fused_accumulate`: a step of SGD on float32 sums, here with another rate."""
-    elements = 2 * PIECE
-    tensors, plain = [make(elements, F32, BF16, moments=0)], hyper({"momentum": 0.0})
-    counted = on_cuda(Step(SGD, tensors, plain), emulator)
-    assert counted["read"] == 6 * elements + 2 * BLOCK_READ + COUNT
-    assert counted["written"] == 4 * elements + 2 * BLOCK_WRITTEN + COUNT
+    call = Step(SGD, [make(2 * PIECE, F32, BF16, moments=0)], hyper({"momentum": 0.0}))
+    check_pass(emulator, call, 6, 4)
 
 
 # ---- the norm of gradients, and their scaling ----------------------------------------------------
@@ -530,8 +502,7 @@ def each_instance(emulator, steps: Emulated | None, build: str = "plain") -> Non
             mixes = make_mixes(MIXED_SIZES, MOMENTS[algorithm])[:: 4 if build == "thread" else 1]
             tensors = mixes + make_groups(algorithm, (0, 1, PIECE + 1))[0]
             settings = make_groups(algorithm, ())[1]
-            for some, operands in ((tensors, ()), (tensors[::4], ("param", "first moment"))):
-                shift(some, operands)
+            for some in (tensors, shift(tensors[::4], ("param", "moments 0"))):
                 every_branch(steps, algorithm, some, settings)
                 plain = [t for t in some if t.average is None]
                 every_branch(steps, algorithm, plain, settings)

@@ -10,8 +10,8 @@ import torch
 
 from onepass import _dispatch_log
 from onepass.optim.contract import ALGORITHMS, LAYOUT, Hyper
+from tests.support.dtypes import BF16, F32, F64
 
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 INF = float("inf")
 PIECE = 4096  # elements that a thread takes together
 
@@ -78,65 +78,65 @@ def test_opcheck_of_the_step():
     torch.library.opcheck(torch.ops.onepass.optimizer_step, arguments, options, test_utils=utils)
 
 
+def kept(column, tensor):
+    """A further state, in this column of the layout."""
+    return {"more": [tensor], "row": {column: 3, column + 1: 0}}
+
+
+MASTERS = (
+    "states must hold masters in float32 for 16-bit parameters, or int16 remainders for bfloat16 "
+    "ones, got"
+)
+AVERAGES = (
+    "states must hold averages in the parameter's dtype, or in float32 unless that is float64, got"
+)
+
+
 @pytest.mark.parametrize(
-    ("param", "changes", "message"),
+    "message, param, changes",
     [
-        (torch.ones(5).int(), {}, "params must have dtype float32"),
-        (torch.ones(10)[::2], {}, "params must have no gaps between their elements"),
-        (torch.ones(5), {"more": [torch.ones(9)[::3]]}, "states must have no gaps"),
-        (torch.ones(5), {"row": {1: -1}}, "layout must name a row of hyper, got -1"),
-        (torch.ones(5), {"row": {STEP: 3}}, "layout must name one of the states, got 3"),
-        (torch.ones(5), {"row": {MOMENTS + 1: 1}}, "layout must lie within the states, got"),
+        ("params must have dtype float32", torch.ones(5).int(), {}),
+        ("params must have no gaps between their elements", torch.ones(10)[::2], {}),
+        ("states must have no gaps", torch.ones(5), {"more": [torch.ones(9)[::3]]}),
+        ("layout must name a row of hyper, got -1", torch.ones(5), {"row": {1: -1}}),
+        ("layout must name one of the states, got 3", torch.ones(5), {"row": {STEP: 3}}),
+        ("layout must lie within the states, got", torch.ones(5), {"row": {MOMENTS + 1: 1}}),
         (
+            "states must hold a float32 step per parameter, got none or another dtype",
             torch.ones(5),
             {"row": {STEP: -1}},
-            "states must hold a float32 step per parameter, got none or another dtype",
         ),
         (
+            "states must hold moments of one dtype, float32, bfloat16, float16 or codes",
             torch.ones(5),
             {"moment": torch.zeros(5).int()},
-            "states must hold moments of one dtype, float32, bfloat16, float16 or codes",
         ),
         (
+            r"codes \(float64 for float64 parameters\), got float64",
             torch.ones(5),
             {"moment": torch.zeros(5).double()},
-            r"codes \(float64 for float64 parameters\), got float64",
         ),
         (
+            "params with codes must have a multiple of 256 elements, got 5",
             torch.ones(5),
             {"moment": torch.zeros(5).byte()},
-            "params with codes must have a multiple of 256 elements, got 5",
         ),
         (
+            "states must hold float32 scales beside codes, got none or another dtype",
             torch.ones(256),
             {"moment": torch.zeros(256).byte()},
-            "states must hold float32 scales beside codes, got none or another dtype",
         ),
+        (f"{MASTERS} float32 for float32", torch.ones(5), kept(MASTER, torch.zeros(5))),
         (
-            torch.ones(5),
-            {"more": [torch.zeros(5)], "row": {MASTER: 3, MASTER + 1: 0}},
-            "states must hold masters in float32 for 16-bit parameters, or int16 remainders for "
-            "bfloat16 ones, got float32 for float32",
-        ),
-        (
+            f"{MASTERS} int16 for float16",
             torch.ones(5).half(),
-            {"more": [torch.zeros(5).short()], "row": {MASTER: 3, MASTER + 1: 0}},
-            "got int16 for float16",
+            kept(MASTER, torch.zeros(5).short()),
         ),
-        (
-            torch.ones(5),
-            {"more": [torch.zeros(5).half()], "row": {AVERAGE: 3, AVERAGE + 1: 0}},
-            "states must hold averages in the parameter's dtype, or in float32 unless that is "
-            "float64, got float16 for float32",
-        ),
-        (
-            torch.ones(5).double(),
-            {"more": [torch.zeros(5)], "row": {AVERAGE: 3, AVERAGE + 1: 0}},
-            "got float32 for float64",
-        ),
+        (f"{AVERAGES} float16 for float32", torch.ones(5), kept(AVERAGE, torch.zeros(5).half())),
+        (f"{AVERAGES} float32 for float64", torch.ones(5).double(), kept(AVERAGE, torch.zeros(5))),
     ],
 )
-def test_messages_of_the_table(param, changes, message):
+def test_messages_of_the_table(message, param, changes):
     with pytest.raises(RuntimeError, match=message):
         make_table(*adam_table(param, **changes))
 
@@ -158,19 +158,13 @@ def test_messages_of_a_step():
     good = torch.ones(4, 5)
     tables = r"hyper must be a contiguous float64 tensor of shape \(1, 12\), got"
     amsgrad = HYPER._replace(amsgrad=True)
+    turned = good.view(5, 4).t().contiguous().t()
+    count = len(ALGORITHMS)
     for message, gradients, options in (
-        (
-            f"algorithm must be from 0 to {len(ALGORITHMS) - 1}, got {len(ALGORITHMS)}",
-            [good],
-            {"algorithm": len(ALGORITHMS)},
-        ),
+        (f"algorithm must be from 0 to {count - 1}, got {count}", [good], {"algorithm": count}),
         ("gradients must be as many as the table's parameters, 1, got 2", [good, good], {}),
         ("gradients must have their parameter's 20 elements, got 3", [torch.ones(3)], {}),
-        (
-            r"gradients must have their parameter's shape, \(4, 5\), got \(5, 4\)",
-            [good.view(5, 4).t().contiguous().t()],
-            {},
-        ),
+        (r"gradients must have their parameter's shape, \(4, 5\), got \(5, 4\)", [turned], {}),
         ("gradients must have dtype float32, bfloat16, float16 or float64", [good.int()], {}),
         ("float32, bfloat16 or float16 beside their parameter, got float64", [good.double()], {}),
         ("states must hold 3 moments for these settings, got fewer", [good], {"hyper": [amsgrad]}),
@@ -187,18 +181,15 @@ def test_messages_of_a_step():
     with pytest.raises(RuntimeError, match="float64 like their parameter, got float32"):
         adam_step(wide, [torch.ones(5)])
     shared = torch.ones(9)
-    columns = {STEP: 0, STEP + 1: 0}
     two = [torch.ones(5), torch.ones(5)]
-    params, states, layout = adam_table(two[0], row=columns)
+    params, states, layout = adam_table(two[0], row={STEP: 0, STEP + 1: 0})
     pair = make_table(two, states, layout.repeat(2, 1))
-    with pytest.raises(
-        RuntimeError, match="gradients set to zeros must not share memory with one another, got"
-    ):
+    message = "gradients set to zeros must not share memory with one another, got"
+    with pytest.raises(RuntimeError, match=message):
         adam_step(pair, [shared[:5], shared[4:]], zero_gradients=True)
     two[1].data = two[0].data
-    with pytest.raises(
-        RuntimeError, match="params must not share memory with one another, got 0 and 1 that do"
-    ):
+    message = "params must not share memory with one another, got 0 and 1 that do"
+    with pytest.raises(RuntimeError, match=message):
         adam_step(pair, [shared[:5], shared[4:]])
 
 
@@ -222,11 +213,11 @@ def test_a_stale_table_is_told():
     assert adam_step(table, [good]) and states[0] == 1
     assert adam_step(table, [good], found_inf=torch.ones(1))  # not made, but not stale either
     half = torch.ones(5).half()
-    master = {"more": [torch.zeros(5)], "row": {MASTER: 3, MASTER + 1: 0}}
-    kept = make_table(*adam_table(half, moment=torch.zeros(5), **master))
-    assert adam_step(kept, [torch.ones(5)])
+    master = kept(MASTER, torch.zeros(5))
+    table = make_table(*adam_table(half, moment=torch.zeros(5), **master))
+    assert adam_step(table, [torch.ones(5)])
     half.data = half.data.clone()
-    assert not adam_step(kept, [torch.ones(5)])
+    assert not adam_step(table, [torch.ones(5)])
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ from onepass import functional, numerics
 from onepass._ops.linear_loss import on_torchs_products
 from tests.linear.test_layouts import LAYOUTS, strided
 from tests.loss.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     IGNORED,
     OPTIONS,
     RAW,
+    check,
     dtypes,
+    leaves,
+    make_linear,
     options,
+    results,
 )
-from tests.loss.linear_cases import check, make, results
 from tests.support.allocations import peak
+from tests.support.dtypes import BF16, F16, F32, F64
 from tests.support.results import assert_same_bits
 
 isa = pytest.mark.isa
@@ -38,7 +38,7 @@ ROWS = {F32: 600, BF16: 1100, F16: 1100, F64: 300}
 @options
 @dtypes
 def test_values_and_gradients(dtype, option):
-    check(*(make(20, 24, 190, dtype, **OPTIONS[option], seed=seed) for seed in range(4)))
+    check(*(make_linear(20, 24, 190, dtype, **OPTIONS[option], seed=seed) for seed in range(4)))
 
 
 @isa
@@ -46,7 +46,7 @@ def test_values_and_gradients(dtype, option):
 @pytest.mark.parametrize("option", ["mean", "none"])
 def test_several_chunks(dtype, option):
     """Each adds to the gradients of the layer."""
-    check(make(ROWS[dtype], 40, 67, dtype, **OPTIONS[option]))
+    check(make_linear(ROWS[dtype], 40, 67, dtype, **OPTIONS[option]))
 
 
 @dtypes
@@ -54,26 +54,18 @@ def test_several_chunks(dtype, option):
 def test_small_sizes(dtype, rows, in_features, classes):
     for bias in (True, False):
         draws = range(8)
-        check(*(make(rows, in_features, classes, dtype, bias=bias, seed=seed) for seed in draws))
-
-
-def test_one_row_without_a_batch():
-    for option in ("mean", "none", "sum"):
-        case = make(1, 12, 30, **OPTIONS[option])
-        expected = results(case.ours, case)
-        case.input, case.target = case.input[0], case.target[0]
-        case.dloss = case.dloss.reshape(())
-        found = results(case.ours, case)
-        assert found["loss"].shape == () and found["dinput"].shape == (12,)
-        expected["loss"] = expected["loss"].reshape(())
-        expected["dinput"] = expected["dinput"][0]
-        assert_same_bits(found, expected, option)
+        check(
+            *(
+                make_linear(rows, in_features, classes, dtype, bias=bias, seed=seed)
+                for seed in draws
+            )
+        )
 
 
 @pytest.mark.parametrize("wide", [F32, F16], ids=str)
 def test_a_layer_of_another_dtype(wide):
     """torch refuses it; its gradients have the layer's dtype."""
-    case = make(30, 16, 50, BF16)
+    case = make_linear(30, 16, 50, BF16)
     base = results(case.torchs, case)
     case.linear_weight, case.linear_bias = case.linear_weight.to(wide), case.linear_bias.to(wide)
     found, exact = results(case.ours, case), results(case.formula, case, double=True)
@@ -86,7 +78,7 @@ def test_a_layer_of_another_dtype(wide):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("option", ["mean", "weighted, smoothed", "none"])
 def test_any_number_of_threads(dtype, option):
-    case = make(ROWS[dtype], 33, 210, dtype, **OPTIONS[option])
+    case = make_linear(ROWS[dtype], 33, 210, dtype, **OPTIONS[option])
     expected = results(case.ours, case)
     for threads in (2, 3):
         torch.set_num_threads(threads)
@@ -95,7 +87,7 @@ def test_any_number_of_threads(dtype, option):
 
 def test_small_probabilities_in_float16():
     """Gradients that float16 cannot hold without the scaler's factor."""
-    case = make(64, 16, 5000, F16, ignored=False)
+    case = make_linear(64, 16, 5000, F16, ignored=False)
     case.dloss = torch.tensor(32768.0)
     check(case)
     assert results(case.ours, case)["dinput"].abs().max() > 0.01
@@ -105,7 +97,7 @@ def test_small_probabilities_in_float16():
 @pytest.mark.parametrize("factor, z_loss", [(300.0, 0.0), (1.0, 0.5), (0.0, 1e-4)])
 def test_large_gradients_in_float16(factor, z_loss, reduction):
     """Class weights and z_loss leave float16 less room for a factor."""
-    case = make(64, 16, 50, F16, reduction=reduction, weighted=True, z_loss=z_loss)
+    case = make_linear(64, 16, 50, F16, reduction=reduction, weighted=True, z_loss=z_loss)
     case.weight *= factor
     if not factor:
         case.weight[1:] = 1
@@ -118,7 +110,7 @@ def test_large_gradients_in_float16(factor, z_loss, reduction):
 
 
 def test_gradients_of_some():
-    case = make(300, 16, 50)
+    case = make_linear(300, 16, 50)
     expected = results(case.ours, case)
     for wanted in case.operands:
         given = {n: t.detach().requires_grad_(n == wanted) for n, t in case.operands.items()}
@@ -129,7 +121,7 @@ def test_gradients_of_some():
 
 @pytest.mark.parametrize("option", ["mean", "none"])
 def test_frozen_operands_cost_no_products(option):
-    case = make(300, 16, 50, **OPTIONS[option])
+    case = make_linear(300, 16, 50, **OPTIONS[option])
     products = {"input": "dinput", "linear_weight": "dweight", "linear_bias": "dbias"}
     for wanted in case.operands:
 
@@ -146,7 +138,7 @@ def test_frozen_operands_cost_no_products(option):
 
 def test_a_gradient_is_what_it_is_alone():
     """An upstream gradient of 1 scales exactly."""
-    case = make(40, 16, 50)
+    case = make_linear(40, 16, 50)
     case.dloss = torch.ones(())
     one = results(case.ours, case)
     case.dloss = torch.tensor(4.0)
@@ -156,15 +148,15 @@ def test_a_gradient_is_what_it_is_alone():
 
 @pytest.mark.parametrize("retain", [True, False])
 def test_backward_twice(retain):
-    case = make(40, 16, 50)
-    leaves = {name: t.detach().requires_grad_() for name, t in case.operands.items()}
-    loss = case.ours(**leaves)
-    first = torch.autograd.grad(loss, leaves.values(), case.dloss, retain_graph=retain)
+    case = make_linear(40, 16, 50)
+    given = leaves(case)
+    loss = case.ours(**given)
+    first = torch.autograd.grad(loss, given.values(), case.dloss, retain_graph=retain)
     if retain:
-        second = torch.autograd.grad(loss, leaves.values(), case.dloss)
+        second = torch.autograd.grad(loss, given.values(), case.dloss)
         assert all(map(torch.equal, first, second))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(loss, leaves.values(), case.dloss)
+        torch.autograd.grad(loss, given.values(), case.dloss)
 
 
 def test_tied_weights():
@@ -183,7 +175,7 @@ def test_tied_weights():
 @dtypes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout, dtype):
-    case = make(6, 40, 24, dtype, **OPTIONS["all"])
+    case = make_linear(6, 40, 24, dtype, **OPTIONS["all"])
     expected = results(case.ours, case)
     case.input = strided(case.input.view(2, 3, 40), layout).flatten(0, 1)
     found = results(case.ours, case)
@@ -192,53 +184,36 @@ def test_strides(layout, dtype):
     assert_same_bits(results(case.ours, case), expected)
 
 
-def test_a_transposed_weight():
-    case = make(300, 16, 50)
+def test_strides_of_vectors_and_a_transposed_weight():
+    case = make_linear(300, 16, 50, **OPTIONS["all"])
     expected = results(case.ours, case)
+    for name in ("target", "dloss", "weight", "linear_bias"):
+        setattr(case, name, getattr(case, name).repeat_interleave(3)[::3])
+        assert_same_bits(results(case.ours, case), expected)
     case.linear_weight = case.linear_weight.t().contiguous().t()
-    found = results(case.ours, case)
-    assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("name", ["target", "dloss", "weight", "linear_bias"])
-def test_strides_of_vectors(name):
-    case = make(300, 16, 50, **OPTIONS["all"])
-    expected = results(case.ours, case)
-    setattr(case, name, getattr(case, name).repeat_interleave(3)[::3])
     assert_same_bits(results(case.ours, case), expected)
 
 
 @dtypes
 def test_empty(dtype):
     for option in ("sum", "none"):
-        case = make(0, 8, 10, dtype, **OPTIONS[option])
+        case = make_linear(0, 8, 10, dtype, **OPTIONS[option])
         found, expected = results(case.ours, case), results(case.torchs, case)
         assert_same_bits(found, expected, case.text)
-    case = make(5, 8, 10, dtype)
+    case = make_linear(5, 8, 10, dtype)
     case.input, case.linear_weight = case.input[:, :0], case.linear_weight[:, :0]
     check(case)
-    empty = make(0, 8, 10, dtype)
+    empty = make_linear(0, 8, 10, dtype)
     assert math.isnan(empty.ours(**empty.operands))
 
 
 # ---- extremes ------------------------------------------------------------------------------------
 
 
-@dtypes
-def test_nothing_but_ignored_rows(dtype):
-    for reduction, of_torch in (("mean", NAN), ("sum", 0.0), ("none", 0.0)):
-        case = make(5, 8, 30, dtype, reduction=reduction)
-        case.target[:] = IGNORED
-        found = results(case.ours, case)
-        loss = found.pop("loss")
-        torch.testing.assert_close(loss, torch.full_like(loss, of_torch), equal_nan=True)
-        assert not any(tensor.any() for tensor in found.values())
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_ignored_rows_reach_no_loss(value):
     """And no gradient except the weight's, whose sums have 0 times the row, as torch's."""
-    case = make(10, 8, 30, reduction="none")
+    case = make_linear(10, 8, 30, reduction="none")
     expected = results(case.ours, case)
     case.input[case.target == IGNORED] = value
     found, torchs = results(case.ours, case), results(case.torchs, case)
@@ -250,7 +225,7 @@ def test_ignored_rows_reach_no_loss(value):
 @pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias"])
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_nan_and_infinity_propagate(name, value):
-    case = make(10, 8, 30, ignored=False)
+    case = make_linear(10, 8, 30, ignored=False)
     getattr(case, name).view(-1)[3] = value
     found, expected = results(case.ours, case), results(case.torchs, case, double=True)
     for key, tensor in found.items():
@@ -258,7 +233,7 @@ def test_nan_and_infinity_propagate(name, value):
 
 
 def test_weights_of_zero():
-    case = make(10, 8, 30, weighted=True, ignored=False)
+    case = make_linear(10, 8, 30, weighted=True, ignored=False)
     case.weight[:] = 0
     found, torchs = results(case.ours, case), results(case.torchs, case)
     for name, tensor in found.items():
@@ -267,7 +242,7 @@ def test_weights_of_zero():
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
 def test_large_and_small_logits(scale):
-    case = make(300, 8, 200)
+    case = make_linear(300, 8, 200)
     case.input = case.input * scale
     check(case)
 
@@ -280,7 +255,7 @@ def test_large_and_small_logits(scale):
 def test_on_torchs_products(dtype, option, monkeypatch):
     """The code for CUDA tensors, run on CPU tensors."""
     monkeypatch.setattr("onepass._ops.linear_loss.CHUNK_BYTES", 0)
-    case = make(600, 24, 70, dtype, **OPTIONS[option])
+    case = make_linear(600, 24, 70, dtype, **OPTIONS[option])
     expected = results(case.ours, case)
     monkeypatch.setattr("onepass._ops.linear_loss._op", on_torchs_products)
     found, exact = results(case.ours, case), results(case.formula, case, double=True)
@@ -293,7 +268,7 @@ def test_on_torchs_products(dtype, option, monkeypatch):
 def test_sums_beyond_float16_on_torchs_products(monkeypatch):
     """Sums of the scaled gradients of many rows of one class."""
     monkeypatch.setattr("onepass._ops.linear_loss._op", on_torchs_products)
-    case = make(600, 8, 30, F16, ignored=False)
+    case = make_linear(600, 8, 30, F16, ignored=False)
     case.input, case.target[:] = case.input.abs(), 3
     case.dloss = torch.ones((), dtype=F16)
     check(case)
@@ -319,7 +294,7 @@ def step(function, case):
 def test_logits_are_never_whole(dtype):
     """Memory: a chunk of logits, each thread's packed operands, and gradients in float32 until the
     backward."""
-    case = make(2048, 32, 4096, dtype, bias=False)
+    case = make_linear(2048, 32, 4096, dtype, bias=False)
     logits, chunk = 2048 * 4096 * dtype.itemsize, 4096 * 1024
     gradients = sum(t.numel() * 4 for t in case.operands.values())
     rounded = 0 if dtype is F32 else gradients // 2
@@ -332,31 +307,8 @@ def test_logits_are_never_whole(dtype):
         assert peak(case.ours, *case.operands.values()) < chunk + packed
 
 
-# ---- as a module ---------------------------------------------------------------------------------
-
-
-def test_modules_are_torchs():
-    options = dict(weight=torch.rand(9), label_smoothing=0.1, ignore_index=2, bias=True)
-    ours = onepass.nn.LinearCrossEntropyLoss(5, 9, **options)
-    logits = torch.nn.CrossEntropyLoss(options["weight"], ignore_index=2, label_smoothing=0.1)
-    assert list(ours.state_dict()) == ["weight", "linear.weight", "linear.bias"]
-    x, target = torch.randn(6, 5), torch.randint(9, (6,))
-    base = logits(ours.linear(x), target)
-    exact = logits.double()(ours.double().linear(x.double()), target)
-    numerics.assert_close(ours.float()(x, target), exact, base)
-    capped = onepass.nn.LinearCrossEntropyLoss(5, 9, softcap=2.0, z_loss=0.1, reduction="none")
-    expected = functional.linear_cross_entropy(
-        x, capped.linear.weight, target, softcap=2.0, z_loss=0.1, reduction="none"
-    )
-    assert torch.equal(capped(x, target), expected)
-    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
-        torchs = torch.nn.LinearCrossEntropyLoss(5, 9, **options)
-        torchs.load_state_dict(ours.state_dict())
-        assert torch.allclose(torchs(x, target), ours(x, target))
-
-
 def test_losses_of_rows_are_those_of_the_raw_operator():
-    case = make(7, 8, 30, BF16, reduction="none")
+    case = make_linear(7, 8, 30, BF16, reduction="none")
     arguments = (case.input, case.linear_weight, case.target, case.linear_bias, None)
     loss, *gradients = RAW.linear_loss(*arguments, -100, 0.0, 0.0, 0.0, None, 0)
     assert loss.dtype is F32 and all(t.shape == (0,) for t in gradients)
@@ -367,13 +319,14 @@ def test_losses_of_rows_are_those_of_the_raw_operator():
 @dtypes
 @pytest.mark.parametrize("option", [{}, {"z_loss": 1e-4}, {"z_loss": 1e-4, "label_smoothing": 0.1}])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.grid(2)
 def test_certain_rows(reduction, option, dtype):
     """The gradient of z_loss is all there is, and p is rounded beside 1.
 
     By the float64 reference too, which is therefore exact enough of less certain rows alone.
     """
     draws = range(8)
-    cases = [make(8, 16, 2, dtype, seed=s, reduction=reduction, **option) for s in draws]
+    cases = [make_linear(8, 16, 2, dtype, seed=s, reduction=reduction, **option) for s in draws]
     for case in cases:
         case.linear_bias[:] = torch.tensor([8.0 if dtype is F64 else 20.0, 0.0])
         case.target[:] = 0
