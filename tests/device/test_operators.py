@@ -11,7 +11,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics, reference
@@ -97,30 +96,6 @@ def test_dropout_and_add_dropout(dtype, wide):
         factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, exact, DEVICE).view(shape)
         torch.manual_seed(5)
         assert torch.equal(functional.dropout(g, 0.3), (g.to(exact) * factor).to(stream_dtype))
-
-
-def test_dropout_draws_what_manual_seed_says():
-    x = torch.ones(1000, device=DEVICE)
-    torch.manual_seed(1)
-    first, second = functional.dropout(x), functional.dropout(x)
-    torch.manual_seed(1)
-    assert torch.equal(functional.dropout(x), first) and not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_restores_the_dropout(use_reentrant):
-    x, add = randn(50, 48), onepass.nn.AddLayerNorm(48, dropout_p=0.5).to(DEVICE)
-
-    def block(t):
-        return functional.dropout(add(t, t)[0], 0.5)
-
-    gradients = []
-    for wrapped in (block, lambda t: checkpoint(block, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        wrapped(leaf).sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients)
 
 
 # ---- linear --------------------------------------------------------------------------------------
