@@ -68,10 +68,7 @@ def test_what_matters_most_comes_first():
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_names_are_unique_and_all_is_on_the_device(quick):
-    for module in (attention, decode):
-        names = [case.name for case in module.cases(quick, "cuda")]
-        assert len(set(names)) == len(names)
+def test_all_is_on_the_device(quick):
     for case in all_cases(quick).values():
         assert case.device == "cuda" and not case.fresh and not case.compiles
         assert case.cold <= (not quick)

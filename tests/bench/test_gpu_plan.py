@@ -29,8 +29,10 @@ def steps_of(folder: Path, **changes) -> dict[str, dict[str, gpu_step.Step]]:
     return {name: {step.name: step for step in call.steps} for name, call in calls.items()}
 
 
-def all_steps(folder: Path, **changes) -> list[gpu_step.Step]:
-    return [step for steps in steps_of(folder, **changes).values() for step in steps.values()]
+def all_steps(folder: Path, *without: str) -> list[gpu_step.Step]:
+    """Those of all calls, on a machine without these tools."""
+    calls = steps_of(folder, tools=TOOLS | dict.fromkeys(without, ""))
+    return [step for steps in calls.values() for step in steps.values()]
 
 
 def words_of(step: gpu_step.Step, seconds: float = 100.0) -> str:
@@ -148,7 +150,7 @@ def test_sanitizers_choose_tests_that_exist():
 
 
 def test_without_compute_sanitizer_its_steps_are_skipped(tmp_path):
-    steps = all_steps(tmp_path, tools=TOOLS | {"compute-sanitizer": ""})
+    steps = all_steps(tmp_path, "compute-sanitizer")
     skipped = [step for step in steps if step.skip]
     assert {step.name.partition(" ")[0] for step in skipped} == set(gpu_plan.SANITIZERS)
     records = gpu_step.Runner(tmp_path / "log", say=lambda line: None).execute(skipped[:1], 100.0)
@@ -157,7 +159,7 @@ def test_without_compute_sanitizer_its_steps_are_skipped(tmp_path):
 
 
 def test_without_nsight_compute_there_is_no_profile(tmp_path):
-    steps = {step.name: step for step in all_steps(tmp_path, tools=TOOLS | {"ncu": ""})}
+    steps = {step.name: step for step in all_steps(tmp_path, "ncu")}
     assert steps["profile"].skip == "ncu (Nsight Compute) is not on this machine"
     assert not steps["split"].skip and not steps["ceilings"].skip
 
