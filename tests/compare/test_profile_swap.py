@@ -260,7 +260,7 @@ def test_no_swap_is_advised_that_was_not_measured_to_gain(all_, norm, mlp, rest)
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Of one run on the GPT of compare: what it prints, what it says on standard error, its JSON."""
+    """What a run on the GPT of compare prints, says on standard error, and writes as JSON."""
     file = tmp_path_factory.mktemp("profile") / "out.json"
     printed, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
@@ -276,7 +276,7 @@ def test_the_table_fits_and_says_what_the_json_says(outcome):
     assert all(line.startswith("profile-swap: ") for line in told.splitlines())
     assert "\x1b" not in printed and "…" not in printed
     for words in ("Each kind alone, one training step, dropout 0.1", "times stock [95 %]",
-                  "rotary: the model has nothing of this kind", "\ntrained: the model's loss\n"):  # fmt: skip
+                  "rotary: the model has nothing of this kind", "\ntrained: the model's loss"):  # fmt: skip
         assert words in printed, words
     assert all(p["advice"]["sentence"] in " ".join(printed.split()) for p in found["profiles"])
     tables = [line for line in printed.splitlines() if line.startswith(" ")]

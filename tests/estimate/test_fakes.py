@@ -138,13 +138,17 @@ def test_a_key_without_a_part_is_caught(part, name, monkeypatch):
     assert rounds[1] != rounds[-1] or rounds[2] != rounds[-1]
 
 
-def test_an_operator_in_place_returns_its_argument():
+def test_operators_in_place_and_tensors_without_strides_are_left_to_torch():
     mode = fakes.fake_mode()
-    x = mode.from_tensor(X)
+    x, matrix = mode.from_tensor(X), torch.eye(4).to_sparse()
+    weight = mode.from_tensor(X).requires_grad_()
     with fakes.Fakes(mode):
         for _ in range(3):
             version = x._version
             assert x.mul_(2) is x and x._version == version + 1
+            assert torch.sparse.mm(matrix, x).shape == x.shape
+            nn.functional.embedding(torch.tensor([0, 1]), weight, sparse=True).sum().backward()
+    assert weight.grad.is_sparse
 
 
 def test_small_results_of_data_are_computed_each_time():
@@ -186,17 +190,6 @@ def test_other_libraries_operators_are_asked_each_time():
         for size in (2, 2, 2, 3, 3, 4):  # noqa: B007
             found.append(of_size(x).shape[0])
     assert found == [2, 2, 2, 3, 3, 4]
-
-
-def test_tensors_without_strides_are_left_to_torch():
-    mode = fakes.fake_mode()
-    x, matrix = mode.from_tensor(X), torch.eye(4).to_sparse()
-    weight = mode.from_tensor(X).requires_grad_()
-    with fakes.Fakes(mode):
-        for _ in range(3):
-            assert torch.sparse.mm(matrix, x).shape == x.shape
-            nn.functional.embedding(torch.tensor([0, 1]), weight, sparse=True).sum().backward()
-    assert weight.grad.is_sparse
 
 
 def test_a_mode_and_what_is_known_of_it_end_together():

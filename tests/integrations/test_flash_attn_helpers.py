@@ -255,7 +255,7 @@ def test_module(interleaved):
     torch.testing.assert_close(module(qkv.clone(), seqlen_offset=offsets, max_seqlen=20), expected)
     assert module._cos_cached.shape == (20, 4) and module._seq_len_cached == 20
     with pytest.raises(ValueError, match="max_seqlen must be given"):
-        module(qkv.clone(), seqlen_offset=offsets)
+        rotary.RotaryEmbedding(8)(qkv.clone(), seqlen_offset=offsets)
 
 
 def test_tables_are_kept_until_they_do_not_fit():
