@@ -123,16 +123,6 @@ def test_repeats_bit_for_bit(name):
         assert_same(of_device(case), first)
 
 
-@dtypes
-def test_what_is_appended_is_the_cpus(dtype):
-    for rotary in (None, "interleaved", "halves"):
-        case = Case(dtype, 64, seq_q=2, new_rows=5, rotary=rotary, lengths=(5, 70, 0))
-        found, expected = of_device(case), ours(case)
-        assert same_bits(found["v_cache"].cpu(), expected["v_cache"])
-        if rotary is None:
-            assert same_bits(found["k_cache"].cpu(), expected["k_cache"])
-
-
 # ---- the device's own time line ------------------------------------------------------------------
 
 ROTARY = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(16) / 16))

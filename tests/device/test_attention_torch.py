@@ -269,33 +269,6 @@ def test_compile(mode, dtype):
             torch.testing.assert_close(ours, eager, rtol=0.0, atol=tolerance * scale)
 
 
-@pytest.mark.slow
-def test_compile_packed_sequences_of_any_length():
-    torch._dynamo.reset()
-
-    def run(x, cu, longest):
-        q, k, v = x.unflatten(-1, (3, 2, 32)).unbind(1)
-        return functional.varlen_attention(q, k, v, cu, cu, longest, longest, is_causal=True)
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True)
-    for lengths in ((30, 40), (70, 2), (9, 3, 50)):
-        cu = attention_cases.cumulated(lengths).to(DEVICE)
-        x = randn(sum(lengths), 192, dtype=BF16)
-        found = []
-        for function in (run, compiled):
-            leaf = x.clone().requires_grad_()
-            y = function(leaf, cu, max(lengths))
-            found.append((y, torch.autograd.grad(y.float().sum(), leaf)[0]))
-        assert torch.equal(found[0][0], found[1][0])
-        ref = x.double().requires_grad_()
-        q, k, v = ref.unflatten(-1, (3, 2, 32)).unbind(1)
-        formula = reference.attention.attention
-        options = dict(cu_seq_q=cu, cu_seq_k=cu, max_q=max(lengths), max_k=max(lengths))
-        y = formula(q, k, v, window_right=0, bottom_right=True, scale=32**-0.5, **options)[0]
-        (expected,) = torch.autograd.grad(y.sum(), ref)
-        numerics.assert_close(found[1][1], expected, found[0][1])
-
-
 @on_cuda_only
 def test_explain_names_the_device_kernels():
     q, k, v = (randn(1, 2, 70, 64, dtype=BF16, requires_grad=True) for _ in range(3))
@@ -320,29 +293,6 @@ def test_swap_and_verify(torchs_products, dtype):
     assert sum(call["count"] for call in found.calls if call["op"] == "attention") == 2
     onepass.unswap(model)
     assert type(model.cross) is nn.MultiheadAttention
-
-
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-def test_encoder_with_nested_batches(dtype):
-    """torch's nested tensors for a padding mask in inference are computed as one packed batch."""
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2).to(DEVICE, dtype).eval()
-    x, padding = randn(3, 20, 64, dtype=dtype), torch.zeros(3, 20, dtype=torch.bool, device=DEVICE)
-    padding[0, 12:], padding[2, 5:] = True, True
-
-    def results(of: nn.Module, x) -> torch.Tensor:
-        with torch.no_grad():
-            return of(x, src_key_padding_mask=padding)[~padding]
-
-    torch.backends.mha.set_fastpath_enabled(False)  # which has no float64 on every device
-    try:
-        stock = results(encoder, x)
-        ref = results(encoder.double(), x.double())
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    encoder.to(dtype)
-    onepass.swap(encoder)
-    numerics.assert_close(results(encoder, x), ref, stock)
 
 
 # ---- more than 2^31 elements ---------------------------------------------------------------------

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-import onepass
 from onepass import functional, reference
 from tests.device.common import (
     BF16,
     DEVICE,
-    F32,
     ON_CUDA,
     assert_equal,
     captured,
@@ -96,39 +92,6 @@ def test_a_device_that_is_not_the_current_one():
     check(*(norm_cases.make(False, 33, 1000, seed=seed, device=last) for seed in range(4)))
     x = torch.ones(1000, device=last)
     assert functional.dropout(x, 0.5).device == last and torch.cuda.current_device() == 0
-
-
-# ---- a whole model -------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 64):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
-        self.norm, self.last = nn.LayerNorm(width), nn.RMSNorm(width)
-        self.mlp, self.drop = nn.Linear(width, width), nn.Dropout(0.3)
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        return self.head(self.last(x + self.drop(self.mlp(self.norm(x)))))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_swap_and_verify(torchs_products, dtype):
-    model = Model().to(DEVICE, dtype)
-    ids = (torch.arange(24).reshape(2, 12) % 11).to(DEVICE)
-    report = onepass.swap(model)
-    assert sorted(entry["kind"] for entry in report.swapped) == ["dropout", "norm", "norm"]
-    result = report.verify(ids)
-    assert result.ok and result.judged == "float64", str(result)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(3):
-        F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    onepass.unswap(model)
-    assert type(model.norm) is nn.LayerNorm
 
 
 # ---- more than 2^31 elements ---------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_the_json_says_what_the_tables_say(run):
 def test_logits_that_nobody_reads_are_a_lever(config, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "vocab_size": 20_000, "max_position_embeddings": 512}))
-    assert cli.main(["estimate", "--config", str(path), "--json"]) == 0
+    assert cli.main(["estimate", "--config", str(path), "--kinds", "loss", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     levers = {lever["name"]: lever["peak"] for lever in found["levers"]}
     logits = 512 * 20_000 * 4
@@ -127,7 +127,7 @@ def test_logits_that_nobody_reads_are_a_lever(config, tmp_path, capsys):
     assert levers["swap, loss in place"] - without > 0.49 * logits  # there are two chunks of them
     assert levers["all of these"] == min(levers.values())
     make = configs.maker(str(path), 1, None)
-    assert without == onepass.estimate(make, swap=True, lazy_logits=True).peak
+    assert without == onepass.estimate(make, swap=True, kinds="loss", lazy_logits=True).peak
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(run, config):

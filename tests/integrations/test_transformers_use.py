@@ -254,14 +254,13 @@ def test_compile_fullgraph(padding):
 
 def test_a_compiled_model_that_is_attached_compiles_again():
     torch._dynamo.reset()
-    model = build("llama")
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(build("llama", num_hidden_layers=1), backend="eager")
     with torch.no_grad():
         expected, ops = run(compiled, IDS)
         assert not ops
         integration.attach(compiled)
         got, ops = run(compiled, IDS)
-    assert len(ops) == 2
+    assert len(ops) == 1
     close(got.logits, expected.logits)
 
 
