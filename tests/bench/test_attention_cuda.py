@@ -126,12 +126,9 @@ def test_replays_are_of_every_set_in_turn(monkeypatch):
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes = dict(
-        Stream=lambda: stream,
-        current_stream=lambda: stream,
-        stream=lambda of: contextlib.nullcontext(),
-        CUDAGraph=Graph,
-        graph=capture,
-    )
+        Stream=lambda: stream, current_stream=lambda: stream,
+        stream=lambda of: contextlib.nullcontext(), CUDAGraph=Graph, graph=capture,
+    )  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     case = replace(all_cases(quick=True)["decode/grouped/bfloat16/2x4on2x1x96x16"], cold=True)

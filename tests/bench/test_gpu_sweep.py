@@ -132,12 +132,10 @@ def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):
     waits = program("waits", (10.0, 6.0), 1.0, -0.5)
     waits[0].write_text("#!/bin/sh\nexec sleep 60\n")
     programs = [
-        program("first", (100.0, 60.0), 1.0, -0.5),
-        program("wrong", (10.0, 6.0), 1.0, -0.4),
-        program("fails", (10.0, 6.0), 1.0, -0.5, code=1),
-        waits,
+        program("first", (100.0, 60.0), 1.0, -0.5), program("wrong", (10.0, 6.0), 1.0, -0.4),
+        program("fails", (10.0, 6.0), 1.0, -0.5, code=1), waits,
         (tmp_path / "none", "error: no such tile"),
-    ]
+    ]  # fmt: skip
     row = gpu_sweep.run_case(case, programs, lambda line: None, Sensors())
     assert row["microseconds"].keys() == row["load"].keys() == {FIRST}
     reasons = ("other results than the first", "exit code 1", "did not end within 1 s")

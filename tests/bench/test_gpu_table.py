@@ -23,14 +23,10 @@ ROOT = Path(__file__).parents[2]
 def row(name: str, eager: float, compiled: float | None, share: float | None) -> dict:
     interval = lambda value: value and {"median": value, "low": value, "high": value}  # noqa: E731
     return {
-        "name": name,
-        "times": {"ours": {"median_us": 9.0}, "eager": {"median_us": 12.5}},
-        "against_eager": interval(eager),
-        "against_compile": interval(compiled),
-        "against_others": {},
-        "share_of_copy": share,
-        "right": True,
-    }
+        "name": name, "times": {"ours": {"median_us": 9.0}, "eager": {"median_us": 12.5}},
+        "against_eager": interval(eager), "against_compile": interval(compiled),
+        "against_others": {}, "share_of_copy": share, "right": True,
+    }  # fmt: skip
 
 
 def attention_row(name: str, share: float, others: dict[str, float], **more) -> dict:
@@ -107,10 +103,8 @@ ATTENTION = BENCH | {
     "left_out": [],
     "rows": [
         attention_row(
-            f"attention/full/bfloat16/4x16x4096x128/{phase}",
-            share,
-            {"flash": 1.25, "cudnn": 0.75} if phase == "forward" else {"flash": 1.5},
-            gflops=gflops,
+            f"attention/full/bfloat16/4x16x4096x128/{phase}", share,
+            {"flash": 1.25, "cudnn": 0.75} if phase == "forward" else {"flash": 1.5}, gflops=gflops,
         )
         for phase, share, gflops in (("forward", 0.5, 350.4e3), ("backward", 0.43, 300.6e3))
     ]

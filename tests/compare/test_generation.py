@@ -197,7 +197,7 @@ def test_without_generate(capsys, peaks_of_a_mebibyte):
     code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:layers")
     assert code == 0
     assert "forward" in out and "decode" not in out and "difference" in out
-    assert out.count(" 1.0") == 2 and "peak MiB" in out
+    assert out.count(" 1.0") >= 2 and "peak MiB" in out
     assert "Swapped, forward" in out or "Do not swap this model for forward" in out
     assert "--quick: few calls" in out and "times stock [95 %]" in out
     assert not set(out) & set("┏┃┡│└")  # thin lines, as in all tables of compare

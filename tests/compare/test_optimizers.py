@@ -33,13 +33,10 @@ def workload_of(model, batch, *flags):
     """A workload and settings, as --model makes them, for a given model."""
     settings = settings_of("--model", "here:model", "--steps", "3", *flags)
     return SimpleNamespace(
-        dropout=None,
-        curve_name="training loss",
-        build=lambda: copy.deepcopy(model),
-        batch=lambda step: batch,
-        small_batch=lambda: batch,
+        dropout=None, curve_name="training loss", build=lambda: copy.deepcopy(model),
+        batch=lambda step: batch, small_batch=lambda: batch,
         curve_point=lambda trainer, loss: float("nan") if loss is None else loss.item(),
-    ), settings
+    ), settings  # fmt: skip
 
 
 def test_masters_cast_a_float32_model_and_keep_a_16_bit_one():
@@ -105,10 +102,7 @@ def test_bytes_are_those_of_the_tensors():
             total[name] = outcome.all_bytes(name) - 4 / 4096
     scales = 2 * 4 / 256
     assert state == {
-        "torch default": 8,
-        "torch fused": 8,
-        "onepass": 8,
-        "torch fused bf16": 4,
+        "torch default": 8, "torch fused": 8, "onepass": 8, "torch fused bf16": 4,
         "onepass bf16, master none, bfloat16 moments": 4,
         "onepass bf16, master fp32, bfloat16 moments": 8,
         "onepass bf16, master remainder16, bfloat16 moments": 6,
@@ -117,7 +111,7 @@ def test_bytes_are_those_of_the_tensors():
         "onepass bf16, master fp32, int8 moments": 6 + scales,
         "onepass bf16, master remainder16, int8 moments": 4 + scales,
         "onepass bf16, master stochastic, int8 moments": 2 + scales,
-    }
+    }  # fmt: skip
     for name in state:
         assert total[name] == state[name] + (4 if "bf16" in name else 8)
 

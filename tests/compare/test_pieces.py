@@ -9,15 +9,7 @@ from torch import nn
 
 import onepass
 from onepass.bench.harness import Timing
-from onepass.compare import (
-    attribution,
-    measure,
-    memory,
-    optimizers,
-    pairs,
-    report,
-    train,
-)
+from onepass.compare import attribution, measure, memory, optimizers, pairs, report, train
 from onepass.compare.attribution import PARTS, part_of_module
 from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
 from onepass.compare.errors import BadInput
@@ -324,15 +316,12 @@ def result(
     variant = measure.Variant(spent, 1, 1, None)
     speeds = [
         measure.Speed(
-            dropout,
-            10,
-            Timing({"stock": [ratio] * 8, "swapped": [1.0] * 8}, {}, {}),
-            {"stock": variant, "swapped": variant},
-            Products(10**6, 4.0),
+            dropout, 10, Timing({"stock": [ratio] * 8, "swapped": [1.0] * 8}, {}, {}),
+            {"stock": variant, "swapped": variant}, Products(10**6, 4.0),
             {"swapped": [{"kind": kind} for kind in kinds], "skipped": [], "unknown": []},
         )
         for dropout in dropouts
-    ]
+    ]  # fmt: skip
     return report.Result(
         settings_of(), {}, "text", 1, speeds, list(phases or [sameness((2.0, 1.0))]),
         optimizer or compared(left_out=True), 1,

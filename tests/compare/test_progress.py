@@ -25,11 +25,9 @@ def clock(monkeypatch):
 
 
 PHASES = [
-    Phase("Speed, dropout 0.1", 10),
-    Phase("Speed, dropout 0", 10),
-    Phase("Sameness, dropout 0", 0, 60.0),
-    Phase("Optimizers"),
-]
+    Phase("Speed, dropout 0.1", 10), Phase("Speed, dropout 0", 10),
+    Phase("Sameness, dropout 0", 0, 60.0), Phase("Optimizers"),
+]  # fmt: skip
 
 
 def test_time_left_is_that_of_this_phase_and_of_those_ahead(clock):

@@ -186,20 +186,11 @@ class Any(Two):
 
 Point = collections.namedtuple("Point", ["x", "y"])
 BATCHES = [
-    (Two, X),
-    (Two, (X,)),
-    (Two, [X, X]),
-    (Two, {"x": X, "y": X}),
-    (Two, collections.UserDict(x=X)),
-    (Two, Point(X, X)),
-    (Any, (X, X)),
-    (Any, {"x": X, "y": X}),
-    (Whole, {"x": X, "y": X}),
-    (Whole, ({"x": X, "y": X},)),
-    (Pair, ((X, X),)),
-    (Pair, [(X, X), 2.0]),
+    (Two, X), (Two, (X,)), (Two, [X, X]), (Two, {"x": X, "y": X}), (Two, collections.UserDict(x=X)),
+    (Two, Point(X, X)), (Any, (X, X)), (Any, {"x": X, "y": X}), (Whole, {"x": X, "y": X}),
+    (Whole, ({"x": X, "y": X},)), (Pair, ((X, X),)), (Pair, [(X, X), 2.0]),
     (Pair, {"pair": (X, X)}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cls", "batch"), BATCHES)

@@ -14,14 +14,7 @@ import torch
 
 from onepass import functional
 from tests.attention import cases as attention_cases
-from tests.attention.cases import (
-    DTYPES,
-    Case,
-    assert_same,
-    backward,
-    forward,
-    ours,
-)
+from tests.attention.cases import DTYPES, Case, assert_same, backward, forward, ours
 from tests.device.common import BF16, F16, F32, F64, ON_CUDA, needs_device, to_device
 
 pytestmark = needs_device

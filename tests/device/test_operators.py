@@ -26,12 +26,7 @@ from tests.device.common import (
     on_cuda_only,
     randn,
 )
-from tests.norm.cases import (
-    KINDS,
-    dtypes,
-    kinds,
-    results,
-)
+from tests.norm.cases import KINDS, dtypes, kinds, results
 from tests.support.seeds import drawn_seed
 
 pytestmark = needs_device

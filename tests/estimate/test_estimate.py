@@ -24,11 +24,7 @@ from tests.estimate.models import MODELS
 from tests.support import allocations
 
 NEAR = 0.10  # how far from the measured peak an estimate may be
-MODES = {
-    "float32": {},
-    "autocast": {"autocast": True},
-    "bfloat16": {"dtype": torch.bfloat16},
-}
+MODES = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": torch.bfloat16}}
 
 
 def measured(
@@ -480,22 +476,13 @@ WRONG = [  # model, batch, options, the error and its text
     (LINEAR, X, dict(dtype="bf16"), TypeError, "dtype must be a torch.dtype or None, got 'b"),
     (LINEAR, X, dict(optimizer="adamw"), TypeError, "optimizer must be a class or a function, got"),
     (LINEAR, X, dict(optimizer=dict), RuntimeError, "optimizer must make one .* got"),
-    (
-        nn.Linear(8, 4).requires_grad_(False),
-        X,
-        {},
-        RuntimeError,
-        "model must have a parameter",
-    ),
+    (nn.Linear(8, 4).requires_grad_(False), X, {}, RuntimeError, "model must have a parameter"),
     (nn.LazyLinear(4), X, {}, RuntimeError, "model must have been called once"),
     (torch.jit.script(LINEAR), X, {}, RuntimeError, "model must not be scripted or traced"),
     (nn.Embedding(8, 4, sparse=True), WORDS, {}, RuntimeError, "model .*dense gradients"),
     (LINEAR, None, {}, RuntimeError, "model must come with a batch"),
     (
-        LINEAR,
-        torch.randn(2, 9),
-        {},
-        RuntimeError,
+        LINEAR, torch.randn(2, 9), {}, RuntimeError,
         "model must run on its batch, got RuntimeError: ",
     ),
     (LINEAR, {"x": X}, {}, RuntimeError, r"model .*forward takes \(input\), .* a dict of x"),
@@ -503,7 +490,7 @@ WRONG = [  # model, batch, options, the error and its text
     (lambda: (LINEAR, None), None, {}, RuntimeError, "model must come with a batch"),
     (Adjacent(True), WORDS, {}, RuntimeError, SPARSE),
     (Adjacent(False), WORDS, {}, RuntimeError, SPARSE),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "batch", "options", "error", "text"), WRONG)

@@ -23,15 +23,12 @@ SIZES = {
                                  intermediate_size=256)),
 }  # fmt: skip
 OPTIONS = {
-    "stock": {},
-    "swapped": {"kinds": None},
-    "checkpointed": {"checkpointing": True},
+    "stock": {}, "swapped": {"kinds": None}, "checkpointed": {"checkpointing": True},
     "swapped, checkpointed": {"kinds": None, "checkpointing": True},
-    "bfloat16": {"dtype": torch.bfloat16, "kinds": None},
-    "autocast": {"autocast": True},
+    "bfloat16": {"dtype": torch.bfloat16, "kinds": None}, "autocast": {"autocast": True},
     "other rows": {"kinds": ("norm",), "rows": 5},
     "loss": {"kinds": None, "inplace_loss": True, "lazy_logits": True},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -193,9 +190,7 @@ def assert_all_are_there(found):
 
 
 @pytest.mark.parametrize(
-    "fail",
-    [lambda found: found[LAYERS - 1], assert_all_are_there],
-    ids=["index", "assertion"],
+    "fail", [lambda found: found[LAYERS - 1], assert_all_are_there], ids=["index", "assertion"]
 )
 def test_a_model_for_all_its_layers_alone(fail):
     assert first_step(ForAllLayers(fail))[0]._series is None

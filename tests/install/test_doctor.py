@@ -148,17 +148,15 @@ def test_page_faults_are_measured():
 @pytest.mark.parametrize(
     ("capability", "archs", "expected"),
     [
-        (80, "80", "sm_80 code"),
-        (90, "80", "compute_80 PTX, compiled by the driver"),
-        (75, "80", ""),
-        (110, "80-real, 90-real, 100-real, 120", ""),
+        (80, "80", "sm_80 code"), (90, "80", "compute_80 PTX, compiled by the driver"),
+        (75, "80", ""), (110, "80-real, 90-real, 100-real, 120", ""),
         (89, "80-real, 90-real, 100, 120-real", "sm_80 code"),
         (103, "80-real, 90-real, 100, 120-real", "sm_100 code"),
         (110, "80-real, 90-real, 100, 120-real", "compute_100 PTX, compiled by the driver"),
         (121, "80-real, 90-real, 100, 120-real", "sm_120 code"),
         (130, "80-real, 90-real, 100, 120-real", "compute_100 PTX, compiled by the driver"),
     ],
-)
+)  # fmt: skip
 def test_which_code_a_device_runs(capability, archs, expected):
     assert doctor.code_for(capability, archs) == expected
 

@@ -30,9 +30,7 @@ def copy(tmp_path) -> Path:
     """A directory that holds a whole copy of the package, extension and libraries included."""
     package = tmp_path / "site" / "onepass"
     shutil.copytree(
-        Path(onepass.__file__).parent,
-        package,
-        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+        Path(onepass.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so")
     )
     shutil.copy(_C.__file__, package)
     shutil.copytree(_library.library_directory(), package / "_lib", dirs_exist_ok=True)

@@ -220,11 +220,9 @@ def test_a_whole_model():
     report = onepass.swap(model, kinds=("norm",))
     taken = [e["name"] for e in report.swapped if e["to"] == "onepass modulated_layer_norm"]
     assert taken == [
-        "transformer_blocks.0.norm1",
-        "transformer_blocks.0.norm1_context",
-        "single_transformer_blocks.0.norm",
-        "norm_out",
-    ]
+        "transformer_blocks.0.norm1", "transformer_blocks.0.norm1_context",
+        "single_transformer_blocks.0.norm", "norm_out",
+    ]  # fmt: skip
     assert report.verify(batch).ok
     with torch.no_grad():
         assert norms(lambda: model(**batch)) == ["modulated_layer_norm"] * 4

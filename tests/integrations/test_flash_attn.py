@@ -14,14 +14,12 @@ from onepass.integrations import flash_attn
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPTIONS = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "window": dict(window_size=(5, 3)),
+    "plain": {}, "causal": dict(causal=True), "window": dict(window_size=(5, 3)),
     "causal window": dict(causal=True, window_size=(9, -1)),
     "softcap": dict(causal=True, softcap=2.0, softmax_scale=0.7),
     "alibi": dict(causal=True, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625])),
     "alibi of batches": dict(alibi_slopes=torch.arange(8.0).reshape(2, 4) / 16),
-}
+}  # fmt: skip
 
 
 def definition(

@@ -17,13 +17,10 @@ factory = pytest.importorskip(
 timm = pytest.importorskip("timm", reason="timm is not installed")
 
 CLASSES = {
-    "onepassadafactor": onepass.optim.Adafactor,
-    "onepassadam": onepass.optim.Adam,
-    "onepassadamw": onepass.optim.AdamW,
-    "onepasslamb": onepass.optim.LAMB,
-    "onepasslion": onepass.optim.Lion,
-    "onepasssgd": onepass.optim.SGD,
-}
+    "onepassadafactor": onepass.optim.Adafactor, "onepassadam": onepass.optim.Adam,
+    "onepassadamw": onepass.optim.AdamW, "onepasslamb": onepass.optim.LAMB,
+    "onepasslion": onepass.optim.Lion, "onepasssgd": onepass.optim.SGD,
+}  # fmt: skip
 # timm's own with these settings. Its Adafactor and its LAMB have others.
 ALIKE = [name for name in CLASSES if name not in ("onepassadafactor", "onepasslamb")]
 

@@ -49,13 +49,9 @@ def arguments(folder, **more) -> transformers.TrainingArguments:
 
 def trainer_of(model, args, optimizer=None, callback=None, **more) -> transformers.Trainer:
     trainer = transformers.Trainer(
-        model=model,
-        args=args,
-        train_dataset=Texts(),
-        optimizer_cls_and_kwargs=optimizer,
-        callbacks=[callback] if callback else None,
-        **more,
-    )
+        model=model, args=args, train_dataset=Texts(), optimizer_cls_and_kwargs=optimizer,
+        callbacks=[callback] if callback else None, **more,
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -304,11 +300,9 @@ def test_recomputed_layers_keep_attention(kept, tmp_path):
     """`activation_checkpointing` with a context of torch's."""
     more = {"context_fn": lambda: create_selective_checkpoint_contexts(onepass.sac_ops())}
     args = arguments(
-        tmp_path,
-        max_steps=1,
-        activation_checkpointing=True,
+        tmp_path, max_steps=1, activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False, **(more if kept else {})},
-    )
+    )  # fmt: skip
     with _dispatch_log.record() as calls:
         trainer_of(build("llama"), args, callback=SwapCallback()).train()
     assert [call["op"] for call in calls].count("attention") == (2 if kept else 4)

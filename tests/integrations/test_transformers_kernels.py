@@ -39,13 +39,9 @@ LEAST = dict(small_calls.LEAST_ACTIVATION)  # a fixture of all tests removes the
 # Names that transformers asks for and onepass has nothing for, or nothing faster:
 # docs/integrations/kernels.md.
 WITHOUT = {
-    "GeLU",
-    "MultiScaleDeformableAttention",
-    "SoftmaxTopKRouter",
-    "MegaBlocksMoeMLP",
-    "Qwen3_5GatedDeltaNet",
-    "EsmFold2TriangleMultiplication",
-}
+    "GeLU", "MultiScaleDeformableAttention", "SoftmaxTopKRouter", "MegaBlocksMoeMLP",
+    "Qwen3_5GatedDeltaNet", "EsmFold2TriangleMultiplication",
+}  # fmt: skip
 installed = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the package kernels is not installed"
 )

@@ -82,28 +82,20 @@ MODELS = {
 # models that transformers runs on "eager" alone
 EAGER = {
     "gemma2": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        dict(_WINDOWED, attn_logit_softcapping=2.0),
+        "Gemma2ForCausalLM", "Gemma2Config", dict(_WINDOWED, attn_logit_softcapping=2.0),
     ),
     "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
+        "GptOssForCausalLM", "GptOssConfig", dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
     ),
     "vaultgemma": (
-        "VaultGemmaForCausalLM",
-        "VaultGemmaConfig",
-        dict(_WINDOWED, attn_logit_softcapping=2.0),
+        "VaultGemmaForCausalLM", "VaultGemmaConfig", dict(_WINDOWED, attn_logit_softcapping=2.0),
     ),
     "t5gemma": (
         "T5GemmaForConditionalGeneration",
         "T5GemmaConfig",
         dict(
             encoder=dict(_WINDOWED, attn_logit_softcapping=2.0),
-            decoder=dict(_WINDOWED, attn_logit_softcapping=2.0),
-            vocab_size=32,
-            pad_token_id=0,
+            decoder=dict(_WINDOWED, attn_logit_softcapping=2.0), vocab_size=32, pad_token_id=0,
         ),
     ),
     "flint": ("FlintForCausalLM", "FlintConfig", dict(_WINDOWED, **_EXPERTS, num_experts=4)),
