@@ -1,9 +1,7 @@
 """`onepass compare` as a command: output, JSON, picture, flags, bad input."""
 
 import argparse
-import contextlib
 import functools
-import io
 import json
 import re
 import shlex
@@ -16,7 +14,7 @@ import torch
 import onepass
 from onepass import _library, _malloc, cli
 from onepass.compare import attribution, kept, measure, settings, train, variants
-from tests.compare.cases import peaks_of_a_byte
+from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")  # most tests read one run
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
@@ -153,14 +151,8 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     flags = [*QUICK, "--json", f"{folder}/out.json", "--plot", f"{folder}/out.png", "--rmsnorm"]
     flags += ["--seed", "3", "--master", "remainder16", "stochastic", "--state-dtype", "bfloat16"]
-    printed, told = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(measure.memory, "peaks_of_steps", peaks_of_a_byte)
-        patch.setattr(sys, "stderr", told)
-        patch.delenv("COLUMNS", raising=False)
-        assert cli.main(["compare", *flags]) == 0, told.getvalue()
-    data = json.loads((folder / "out.json").read_text())
-    return printed.getvalue(), told.getvalue(), data, folder / "out.png"
+    said = run_here("compare", *flags)
+    return *said, json.loads((folder / "out.json").read_text()), folder / "out.png"
 
 
 def test_output(outcome):

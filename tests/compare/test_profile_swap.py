@@ -1,13 +1,10 @@
 """`onepass profile-swap`: measurements, advice, the command."""
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import shlex
-import sys
 import time
 
 import pytest
@@ -23,7 +20,7 @@ from onepass.compare.variants import STOCK, SWAPPED, of_kinds
 from onepass.compare.workload import workload_of
 from onepass.profile_swap import measure, report
 from onepass.swapping import classes
-from tests.compare.cases import peaks_of_a_byte
+from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")
 QUICK = ("--quick", "--threads", "1", "--pairs", "3")
@@ -262,13 +259,8 @@ def test_no_swap_is_advised_that_was_not_measured_to_gain(all_, norm, mlp, rest)
 def outcome(tmp_path_factory):
     """What a run on the GPT of compare prints, says on standard error, and writes as JSON."""
     file = tmp_path_factory.mktemp("profile") / "out.json"
-    printed, told = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(memory, "peaks_of_steps", peaks_of_a_byte)
-        patch.setattr(sys, "stderr", told)
-        patch.delenv("COLUMNS", raising=False)
-        assert cli.main(["profile-swap", *QUICK, "--json", str(file)]) == 0, told.getvalue()
-    return printed.getvalue(), told.getvalue(), json.loads(file.read_text())
+    said = run_here("profile-swap", *QUICK, "--json", str(file))
+    return *said, json.loads(file.read_text())
 
 
 def test_the_table_fits_and_says_what_the_json_says(outcome):

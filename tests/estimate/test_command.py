@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from onepass import cli
 from onepass.compare.errors import BadInput
 from onepass.estimate import command, configs, report
 from onepass.estimate.survey import largest
+from tests.compare.cases import run_here
 
 pytestmark = pytest.mark.xdist_group("estimate")  # most tests read one run
 
@@ -39,12 +38,10 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
     """(output at 80 columns, the JSON, the picture's file)"""
-    folder, printed = tmp_path_factory.mktemp("estimate"), io.StringIO()
+    folder = tmp_path_factory.mktemp("estimate")
     flags = ["--memory", "64MB", "--json", f"{folder}/e.json", "--plot", f"{folder}/e.svg"]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.delenv("COLUMNS", raising=False)
-        assert cli.main(["estimate", "--config", str(config), *flags]) == 0
-    return printed.getvalue(), json.loads((folder / "e.json").read_text()), folder / "e.svg"
+    printed, _ = run_here("estimate", "--config", str(config), *flags)
+    return printed, json.loads((folder / "e.json").read_text()), folder / "e.svg"
 
 
 def make():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import subprocess
@@ -13,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass import cli
-from onepass.compare import memory
-from tests.compare.cases import peaks_of_a_byte
+from tests.compare.cases import run_here
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 WIDEST = 110  # characters of a printed line; longer texts are shown as HTML, which folds
@@ -70,12 +66,10 @@ def test_stored_outputs_fit_a_page_and_name_no_paths(name):
 
 
 def here(command: list, **options) -> subprocess.CompletedProcess:
-    """`onepass compare` in this process, without those that measure peaks."""
+    """`python -m onepass` in this process, without those that measure peaks."""
     if command[:3] != [sys.executable, "-m", "onepass"]:
         return STARTED(command, **options)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        return subprocess.CompletedProcess(command, cli.main(command[3:]), said.getvalue(), "")
+    return subprocess.CompletedProcess(command, 0, *run_here(*command[3:]))
 
 
 STARTED = subprocess.run
@@ -91,7 +85,6 @@ def test_every_cell_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(memory, "peaks_of_steps", peaks_of_a_byte)
     monkeypatch.setattr(subprocess, "run", here)
     pyplot.switch_backend("agg")
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]

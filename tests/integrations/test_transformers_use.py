@@ -58,8 +58,9 @@ def test_a_mask_is_looked_at_once_for_all_layers_and_none_without_padding(monkey
     interval = attention._interval
     monkeypatch.setattr(attention, "_interval", lambda mask: looks.append(0) or interval(mask))
     assert run(generate, model)[1].count("attention_decode") == 2 * (TOKENS - 1) and not looks
+    tokens, ops = run(generate, model, attention_mask=PADDING["left"].long())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ops = run(generate, model, attention_mask=PADDING["left"].long())[1]
+        assert generate(model, attention_mask=PADDING["left"].long()).shape == tokens.shape
     assert len(looks) == TOKENS - 1 and ops.count("attention_decode") == 2 * len(looks)
 
 
