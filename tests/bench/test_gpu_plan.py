@@ -52,24 +52,19 @@ def test_plan(tmp_path, monkeypatch):
     benches = [f"bench {family}" for family in gpu_plan.BENCHMARKS]
     assert measure == ["build", "ceilings", *benches, "profile"]
     words = {s.name: words_of(s) for s in all_steps(tmp_path)}
-    assert "--no-build-isolation --no-deps --no-index" in words["build"]
-    assert f"--target {gpu_build.SITE}" in words["build"]
-    assert "cmake.define.ONEPASS_CUDA=ON" in words["build"]
-    assert "cmake.define.ONEPASS_CPU_LEVELS=baseline" in words["build"]
-    assert "cmake.define.ONEPASS_CUDA_ARCHS=90" in words["build"]
-    assert "torch-2-11-0-cu130-sm90" in words["build"]
+    build = "--no-build-isolation --no-deps --no-index", f"--target {gpu_build.SITE}"
+    build += tuple(
+        f"define.ONEPASS_{n}" for n in ("CUDA=ON", "CPU_LEVELS=baseline", "CUDA_ARCHS=90")
+    )
+    assert all(said in words["build"] for said in (*build, "torch-2-11-0-cu130-sm90"))
     assert words["bench attention"].endswith("--limit 88 --json bench-attention.json")
     assert "--limit 20" in words_of(steps["measure"]["bench decode"], 32.0)
-    assert "compare --device cuda --dtype bfloat16 --json" in words["compare bfloat16"]
     for tool in gpu_plan.SANITIZERS:
         run = words[f"{tool} operators"]
         assert run.startswith(f"{TOOLS['compute-sanitizer']} --tool {tool} ")
         assert run.endswith("tests/device/test_operators.py -k small_for_sanitizers")
     tests = words["tests norm values"]
-    assert (
-        "--each 60 pytest" in tests and "-m device and not slow tests/norm/test_values.py" in tests
-    )
-    assert words["smoke gate"].endswith("tests.device.smoke gate")
+    assert "--each 60 pytest" in tests and tests.endswith("not slow tests/norm/test_values.py")
     for name in gpu_plan.KERNELS:
         script = "gpu_sweep.py" if name == "sweep" else f"gpu_kernels.py {name}"
         assert f"{script} --json {tmp_path / name}.json --nvcc /usr/bin/nvcc" in words[name]

@@ -90,12 +90,11 @@ def compared(calls):
     mode = fakes.fake_mode()
     x = mode.from_tensor(X)
     rounds = []
-    for _ in range(3):
-        with fakes.Fakes(mode):
+    for with_cache in (True, True, True, False):
+        with pytest.MonkeyPatch.context() as patch, fakes.Fakes(mode):
+            if not with_cache:
+                without_cache(patch)
             rounds.append([facts(call(x), x) for call in calls])
-    with pytest.MonkeyPatch.context() as patch, fakes.Fakes(mode):
-        without_cache(patch)
-        rounds.append([facts(call(x), x) for call in calls])
     return rounds
 
 
@@ -118,24 +117,6 @@ def test_the_default_dtype_is_in_the_key():
         finally:
             torch.set_default_dtype(torch.float32)
     assert dtypes == 3 * [torch.float32] + 3 * [torch.float64] + 3 * [torch.float32]
-
-
-@pytest.mark.parametrize("part, name", list(enumerate(["shape", "stride", "offset", "dtype"])))
-def test_a_key_without_a_part_is_caught(part, name, monkeypatch):
-    whole = fakes._facts
-    caller = fakes._describe
-
-    def describe(*arguments):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fakes, "_facts", lambda t: whole(t)[:part] + whole(t)[part + 1 :])
-            return caller(*arguments)
-
-    monkeypatch.setattr(fakes, "_describe", describe)
-    try:
-        rounds = compared(CALLS[name])
-    except RuntimeError:  # a tensor of another shape than its neighbour expects
-        return
-    assert rounds[1] != rounds[-1] or rounds[2] != rounds[-1]
 
 
 def test_operators_in_place_and_tensors_without_strides_are_left_to_torch():

@@ -228,27 +228,27 @@ def test_code_in_front_of_a_wait_is_found():
 
 
 def test_split_accesses_are_found():
-    line = "        /*{:04x}*/                   {} ;  /* 0x0 */\n".format
-    store = "{}STG.E{} desc[UR4][R{}.64+{}], R7".format
-    split = [store("", "", 2, hex(4 * i)) for i in (0, 1, 3, 2)]
-    wide = [store("", ".64", 2, hex(8 * i)) for i in range(4)]
-    code = lambda texts: "".join(line(16 * i, text) for i, text in enumerate(texts))  # noqa: E731
-    assert nvcc.split_accesses(code(split)) == ["STG 4 4 4 4"]
-    assert nvcc.split_accesses(code([*wide, "BRA 0x10", *split])) == ["STG 8 8 8 8", "STG 4 4 4 4"]
-    load = [
-        text.replace("STG", "LDG").replace("desc", "R9, desc").replace(", R7", "") for text in split
-    ]
-    assert nvcc.split_accesses(code(load)) == ["LDG 4 4 4 4"]
+    def found(*texts: str) -> list[str]:
+        line = "        /*{:04x}*/                   {} ;  /* 0x0 */\n".format
+        return nvcc.split_accesses("".join(line(16 * i, text) for i, text in enumerate(texts)))
+
+    def stores(*offsets: int, wide: str = "") -> list[str]:
+        return [f"STG.E{wide} desc[UR4][R2.64+{offset:#x}], R7" for offset in offsets]
+
+    split, wide = stores(0, 4, 12, 8), stores(0, 8, 16, 24, wide=".64")
+    assert found(*wide, "BRA 0x10", *split) == ["STG 8 8 8 8", "STG 4 4 4 4"]
+    loads = [f"LDG.E R9, desc[UR4][R2.64+{4 * i:#x}]" for i in range(4)]
+    assert found(*loads) == ["LDG 4 4 4 4"]
     for whole in (
-        [store("", ".128", 2, "0x0"), store("", ".128", 2, "0x10")],
+        stores(0, 16, wide=".128"),
         split[:3],
         [*split[:2], "BRA 0x10", *split[2:]],
         [*split[:2], "IADD3 R2, P0, R4, 0x1, RZ", *split[2:]],
-        [store(f"@P{i} ", "", 2, hex(4 * i)) for i in range(4)],
-        [store("", "", 2 * i, hex(4 * i)) for i in range(4)],
-        [store("", "", 2, hex(16 * i)) for i in range(4)],
+        [f"@P{i} {text}" for i, text in enumerate(split)],
+        [text.replace("R2", f"R{2 * i}") for i, text in enumerate(split)],
+        stores(0, 16, 32, 48),
     ):
-        assert not nvcc.split_accesses(code(whole)), whole
+        assert not found(*whole), whole
 
 
 def test_the_shortest_way_is_found():
