@@ -14,7 +14,7 @@ from onepass.estimate import layers, optimizers, step
 from onepass.estimate.subject import Subject, made
 from onepass.estimate.survey import DTYPES, Settings, Surveyor
 
-LAYERS = 8
+LAYERS = layers.LEAST
 SIZES = {
     "Llama": ("ForCausalLM", dict(hidden_size=64, intermediate_size=172, num_attention_heads=2,
                                   num_key_value_heads=2, num_hidden_layers=LAYERS)),
@@ -29,11 +29,6 @@ OPTIONS = {
     "other rows": {"kinds": ("norm",), "rows": 5},
     "loss": {"kinds": None, "inplace_loss": True, "lazy_logits": True},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def few_layers_suffice(monkeypatch):
-    monkeypatch.setattr(layers, "LEAST", LAYERS)
 
 
 def subject(name: str) -> Subject:
