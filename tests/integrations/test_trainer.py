@@ -132,12 +132,10 @@ def test_norms_and_biases_stay_without_decay(name, tmp_path):
 
 # ---------------------------------------------------------------- training
 
-STILL = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 
-
-def curve(name: str, seed: int, folder, *, ours: bool = False, double: bool = False):
+def curve(seed: int, folder, *, ours: bool = False, double: bool = False):
     """The loss of each step."""
-    model = build(name, **(STILL if name == "gpt2" else {}))
+    model = build("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     args = arguments(folder, adam_epsilon=1e-3, seed=seed, max_steps=4)
     swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
     trainer = trainer_of(model.double() if double else model, args, *swapping)
@@ -147,10 +145,9 @@ def curve(name: str, seed: int, folder, *, ours: bool = False, double: bool = Fa
     return torch.tensor(logged, dtype=torch.float64 if double else torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_losses_are_as_close_to_the_truth_as_stocks(name, tmp_path):
+def test_losses_are_as_close_to_the_truth_as_stocks(tmp_path):
     ours, ref, base = (
-        [curve(name, seed, tmp_path, **how) for seed in range(8)]
+        [curve(seed, tmp_path, **how) for seed in range(8)]
         for how in (dict(ours=True), dict(double=True), {})
     )
     assert min(float(losses[0] - losses[-1]) for losses in ref) > 0.1  # it trains
