@@ -425,6 +425,7 @@ BAD_INPUT = [
     (["--text", "short.txt"], "text must be longer"),
     (["--dtype", "fp8"], "--dtype must be auto, float32 or bfloat16, got 'fp8'"),
     (["--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
+    (["--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
     (["--heads", "5"], "--width must be a multiple of --heads"),
     (["--layers", "0"], "--layers must be at least 1, got 0"),
     (["--dropout", "1.5"], "--dropout must lie in [0, 1), got 1.5"),
