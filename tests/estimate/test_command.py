@@ -181,6 +181,7 @@ def test_a_model_that_reads_is_refused_and_runs_with_real_data(capsys):
         ([], "one of --model and --config must be given"),
         (["--config", "nowhere.json"], "--config must be a file or a folder with a config.json"),
         ([*MODEL, "--seq", "8"], "--seq must come with --config"),
+        ([*MODEL, "--batch", "0"], "--batch must be at least 1, got 0"),
         ([*MODEL, "--memory", "much"], "--memory must be a size such as 24GB or 22.5GiB"),
         ([*MODEL, "--dtype", "int8"], "--dtype must be one of as given, float32, bfloat16"),
         ([*MODEL, "--kinds", "norms"], "--kinds must be of norm, attention"),
