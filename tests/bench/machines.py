@@ -10,10 +10,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as where its programs are run as scripts
 
 FACTS = {
-    "gpu": "NVIDIA H100 80GB HBM3",
-    "capability": 90,
-    "torch": "2.11.0+cu130",
-    "cuda": "13.0",
+    "gpu": "NVIDIA H100 80GB HBM3", "capability": 90, "torch": "2.11.0+cu130", "cuda": "13.0",
     "commit": "0123456789ab",
-}
+}  # fmt: skip
 TOOLS = {name: f"/usr/bin/{name}" for name in ("nvcc", "compute-sanitizer", "ncu")}

@@ -35,15 +35,6 @@ def with_flops(quick: bool = False) -> list[Case]:
 # ---- useful operations ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seq", [1, 7, 64])
-@pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
-def test_pairs_by_counting(seq, window):
-    square = torch.ones(seq, seq, dtype=torch.bool)
-    seen = square.tril() if window is None else square.tril().triu(1 - window)
-    assert attention_parts.pairs(seq, True, window) == int(seen.sum())
-    assert attention_parts.pairs(seq) == seq * seq
-
-
 def seen_by_queries(kind: str, batch: int, seq: int) -> torch.Tensor:
     """(batch, seq, seq): which keys each query sees, written down independently."""
     square = torch.ones(batch, seq, seq, dtype=torch.bool)
@@ -114,13 +105,6 @@ def test_a_share_needs_a_measured_ceiling():
 
 
 # ---- what runs -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("quick", [False, True])
-def test_case_names_are_unique_and_carry_the_family(quick):
-    names = [case.name for case in attention.cases(quick)]
-    assert len(set(names)) == len(names)
-    assert all(name.startswith("attention/") for name in names)
 
 
 def test_long_cases_are_checked_on_less():

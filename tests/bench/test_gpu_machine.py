@@ -71,13 +71,10 @@ def test_no_nvcc_or_package_is_one_line(monkeypatch):
         tools == {"nvcc": "my-nvcc", "compute-sanitizer": "", "ncu": ""}
         and facts["gpu"] == FACTS["gpu"]
     )
+    assert gpu_machine.missing_packages(["torch", "no-such-package"]) == ["no-such-package"]
     monkeypatch.setattr(gpu_machine, "missing_packages", lambda: ["rich", "pytest"])
     with pytest.raises(gpu_machine.Obstacle, match="lacks rich, pytest: install them with pip"):
         gpu_machine.find_all({"CUDACXX": "my-nvcc"})
-
-
-def test_missing_packages():
-    assert gpu_machine.missing_packages(["torch", "no-such-package"]) == ["no-such-package"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it
 import gpu_sweep
 
 from onepass.bench.sensors import Load
+from tests.support import compiled
 
 CASE = gpu_sweep.CASES[0]
 FIRST, SECOND, THIRD = CASE.candidates[:3]
@@ -40,17 +42,25 @@ def test_a_table_of_another_form_is_refused():
         gpu_sweep.edited("constexpr int nothing = 0;\n", CASE, FIRST)
 
 
-def test_without_a_device_a_program_says_so(tmp_path, capsys, monkeypatch):
-    """One candidate, compiled as it is shipped."""
+def test_without_a_device_a_program_says_so(capsys, monkeypatch):
+    """One candidate, compiled as it is shipped, and kept."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc")
-    monkeypatch.setattr(gpu_sweep, "CASES", (gpu_sweep.Case(*CASE_OF_ONE),))
+
+    def built(nvcc, arch, case, number, work):
+        table = compiled.BUILD / "gpu_sweep" / "cuda" / "attention" / "table.h"
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(gpu_sweep.edited(gpu_sweep.TABLE.read_text(), case, FIRST))
+        *words, _, _ = gpu_sweep.compile_command(nvcc, arch, case, table.parents[2], work)
+        sources = table, gpu_sweep.ROOT / "benchmarks" / "gpu_sweep.cu"
+        (program,) = compiled.made([compiled.Recipe("gpu_sweep", tuple(words), sources)])
+        return program, ""
+
+    monkeypatch.setattr(gpu_sweep, "built", built)
+    monkeypatch.setattr(gpu_sweep, "CASES", (dataclasses.replace(CASE, candidates=(FIRST,)),))
     assert gpu_sweep.main(["--nvcc", nvcc, "--arch", "90"]) == 2
     assert capsys.readouterr().err.startswith("gpu_sweep: no device: ")
-
-
-CASE_OF_ONE = (CASE.name, CASE.bucket, CASE.line, CASE.candidates[:1])
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -91,7 +101,7 @@ def program(tmp_path, monkeypatch):
 
 def test_the_best_of_a_case_and_the_line_to_change(program):
     said: list[str] = []
-    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, (FIRST, SECOND, THIRD))
+    case = dataclasses.replace(CASE, candidates=(FIRST, SECOND, THIRD))
     programs = [
         program("first", (100.0, 60.0), 1.0, -0.5),
         program("second", (80.0, 55.0), 1.0, -0.5078125),
@@ -118,16 +128,14 @@ def test_the_best_of_a_case_and_the_line_to_change(program):
 
 
 def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):
-    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, CASE.candidates[:5])
+    case = dataclasses.replace(CASE, candidates=CASE.candidates[:5])
     waits = program("waits", (10.0, 6.0), 1.0, -0.5)
     waits[0].write_text("#!/bin/sh\nexec sleep 60\n")
     programs = [
-        program("first", (100.0, 60.0), 1.0, -0.5),
-        program("wrong", (10.0, 6.0), 1.0, -0.4),
-        program("fails", (10.0, 6.0), 1.0, -0.5, code=1),
-        waits,
+        program("first", (100.0, 60.0), 1.0, -0.5), program("wrong", (10.0, 6.0), 1.0, -0.4),
+        program("fails", (10.0, 6.0), 1.0, -0.5, code=1), waits,
         (tmp_path / "none", "error: no such tile"),
-    ]
+    ]  # fmt: skip
     row = gpu_sweep.run_case(case, programs, lambda line: None, Sensors())
     assert row["microseconds"].keys() == row["load"].keys() == {FIRST}
     reasons = ("other results than the first", "exit code 1", "did not end within 1 s")
@@ -136,6 +144,6 @@ def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):
 
 
 def test_where_no_candidate_runs(program):
-    case = gpu_sweep.Case(CASE.name, CASE.bucket, CASE.line, (FIRST,))
+    case = dataclasses.replace(CASE, candidates=(FIRST,))
     row = gpu_sweep.run_case(case, [program("fails", (1.0, 1.0), code=1)], print, Sensors())
     assert gpu_sweep.summary(case, row).endswith("no candidate ran")

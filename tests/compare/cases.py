@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import sys
 
+import pytest
 import torch
 
+from onepass import cli
+from onepass.compare import memory
 from onepass.compare.model import Sizes
 from onepass.compare.settings import Settings, add_arguments, read_settings
 
@@ -20,6 +26,22 @@ def settings_of(*flags: str) -> Settings:
 
 def tokens(sizes=TINY):
     return torch.randint(256, (sizes.batch, sizes.block + 1), generator=torch.Generator())
+
+
+def peaks_of_a_byte(names, *_, **__) -> dict[str, int]:
+    """In place of memory.peaks_of_steps, which starts processes."""
+    return dict.fromkeys(names, 1)
+
+
+def run_here(*words: str) -> tuple[str, str]:
+    """What a command prints, and what it says on standard error."""
+    printed, told = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(memory, "peaks_of_steps", peaks_of_a_byte)
+        patch.setattr(sys, "stderr", told)
+        patch.delenv("COLUMNS", raising=False)
+        assert cli.main(list(words)) == 0, told.getvalue()
+    return printed.getvalue(), told.getvalue()
 
 
 class FakeClock:

@@ -18,13 +18,10 @@ from tests.compare.cases import settings_of
 STEP = {"stock": 0.230, "swapped": 0.085}  # seconds
 ALIKE = ("{}", "compiled {}", "{}, kept memory")
 OPTIMIZERS = (
-    Choice("default"),
-    Choice("fused"),
-    Choice("onepass"),
-    Choice("fused", torch.bfloat16),
+    Choice("default"), Choice("fused"), Choice("onepass"), Choice("fused", torch.bfloat16),
     Choice("onepass", torch.bfloat16, "remainder16", "bfloat16"),
     Choice("onepass", torch.bfloat16, "stochastic", "int8"),
-)
+)  # fmt: skip
 
 
 def result_of(model: str, dropouts=(0.1, 0.0), alike=ALIKE[:1]) -> Result:
@@ -43,13 +40,10 @@ def result_of(model: str, dropouts=(0.1, 0.0), alike=ALIKE[:1]) -> Result:
     return Result(
         settings=settings,
         machine={"cpu": "Processor (family 6, model 207)", "threads": 2, "commit": "1b9de5f7a0aa"},
-        data=f"batches of {model}",
-        parameters=1 << 20,
+        data=f"batches of {model}", parameters=1 << 20,
         speeds=[_speed(dropout, alike) for dropout in dropouts],
-        sameness=[_training(dropout) for dropout in dropouts],
-        optimizers=optimizers,
-        seconds=512.0,
-    )
+        sameness=[_training(dropout) for dropout in dropouts], optimizers=optimizers, seconds=512.0,
+    )  # fmt: skip
 
 
 def _speed(dropout: float | None, alike: tuple[str, ...]) -> Speed:

@@ -178,16 +178,12 @@ def test_prefill_and_decoding(capsys, monkeypatch, peaks_of_a_mebibyte, function
 NOTE = "The forward alone: generate must take a prompt and max_new_tokens, got (idx, steps)"
 
 
-def test_a_generate_that_cannot_be_called_leaves_the_forward(capsys, peaks_of_a_mebibyte):
-    code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:foreign")
+def test_a_generate_that_cannot_be_called_leaves_the_forward(capsys, peaks_of_a_mebibyte, tmp_path):
+    file = tmp_path / "out.json"
+    flags = ("--generate", "5", "--model", f"{HERE}:foreign", "--json", str(file))
+    code, out, _ = compare(capsys, *flags)
     assert code == 0 and "forward" in out and "decode" not in out and f"\n{NOTE}.\n" in out
-    code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:foreign", "--json")
-    assert json.loads(out)["generation"]["note"] == NOTE
-
-
-def test_a_generate_of_no_tokens(capsys):
-    code, _, error = compare(capsys, "--generate", "5", "--model", f"{HERE}:telling")
-    assert code == 2 and "generate must return a tensor of tokens, got list" in error
+    assert json.loads(file.read_text())["generation"]["note"] == NOTE
 
 
 def test_too_few_tokens(capsys, monkeypatch):
@@ -201,7 +197,7 @@ def test_without_generate(capsys, peaks_of_a_mebibyte):
     code, out, _ = compare(capsys, "--generate", "5", "--model", f"{HERE}:layers")
     assert code == 0
     assert "forward" in out and "decode" not in out and "difference" in out
-    assert out.count(" 1.0") == 2 and "peak MiB" in out
+    assert out.count(" 1.0") >= 2 and "peak MiB" in out
     assert "Swapped, forward" in out or "Do not swap this model for forward" in out
     assert "--quick: few calls" in out and "times stock [95 %]" in out
     assert not set(out) & set("┏┃┡│└")  # thin lines, as in all tables of compare
@@ -233,21 +229,6 @@ def test_variants_share_their_tensors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--generate", "5"], "--generate must come with --model, got none"),
-        (["--generate", "1", "--model", WRITER], "must be at least 2 tokens, got 1"),
-        (["--generate", "5", "--plot", "--model", WRITER], "drop --plot"),
-        (["--generate", "5", "--steps", "3", "--model", WRITER], "drop --steps"),
-        (["--generate", "5", "--model", f"{HERE}:broken"], "ValueError: no cache"),
-    ],
-)
-def test_errors_are_one_sentence(capsys, arguments, message):
-    code, out, error = compare(capsys, *arguments)
-    assert code == 2 and message in error and "Traceback" not in error and not out
-
-
-@pytest.mark.parametrize(
     ("times", "sentence"),
     [
         ([1.0, 1.01, 0.99], "Swapped, decode is 2.00 times as fast."),
@@ -255,28 +236,31 @@ def test_errors_are_one_sentence(capsys, arguments, message):
         ([1.0, 4.0, 2.0], "Swapped, decode takes the same time as far as this run can tell."),
     ],
 )
-def test_verdict(times, sentence):
-    stock = [2.0, 2.02, 1.98]
-    timing = Timing({"stock": stock, "swapped": times}, dict(stock=1, swapped=1), {})
-    found = generation.Generation(
-        None, {}, 5, {"prefill": (timing, 1), "decode": (timing, 1)}, {}, {}, {}, {}, 0.0
-    )
+def test_verdict_and_what_is_left_out(times, sentence, capsys):
+    ones = dict(stock=1, swapped=1)
+    timing = Timing({"stock": [2.0, 2.02, 1.98], "swapped": times}, ones, {})
+    phases = {"prefill": (timing, 1), "decode": (timing, 1)}
+    made = (settings_of("--model", "mine"), {}, 5, phases, {"swapped": 0.0}, ones)
+    found = generation.Generation(*made, {"attached": "no"}, {}, 0.0)
     assert found.verdict() == sentence
-
-
-def test_what_is_left_out_is_said(capsys):
-    timing = Timing({"stock": [1.0, 1.0], "swapped": [1.0, 1.0]}, dict(stock=1, swapped=1), {})
-    settings = settings_of("--model", "mine")
-    found = generation.Generation(
-        settings,
-        {},
-        0,
-        {"forward": (timing, 1)},
-        {"swapped": 0.0},
-        dict(stock=1, swapped=1),
-        {"attached": "no"},
-        {},
-        0.0,
-    )
     found.show(Console(width=120))
     assert "Without attached: no." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--generate", "5"], "--generate must come with --model, got none"),
+        (["--generate", "1", "--model", WRITER], "must be at least 2 tokens, got 1"),
+        (["--generate", "5", "--plot", "--model", WRITER], "drop --plot"),
+        (["--generate", "5", "--steps", "3", "--model", WRITER], "drop --steps"),
+        (["--generate", "5", "--model", f"{HERE}:broken"], "ValueError: no cache"),
+        (
+            ["--generate", "5", "--model", f"{HERE}:telling"],
+            "generate must return a tensor of tokens, got list",
+        ),
+    ],
+)
+def test_errors_are_one_sentence(capsys, arguments, message):
+    code, out, error = compare(capsys, *arguments)
+    assert code == 2 and message in error and "Traceback" not in error and not out

@@ -109,13 +109,6 @@ def test_decoding(capsys, slower_norm):
     assert "prefill  decode" in out and "AdamW" not in out
 
 
-def test_a_forward(capsys, slower_norm):
-    """Of a model without `generate`."""
-    out = run(capsys, "--generate", "5", "--model", f"{HERE}:layers", "--kinds", "norm")
-    assert "Each kind alone, a forward; bought" in out and "decode" not in out
-    assert "Do not swap this model: it would be 0.667x" in " ".join(out.split())
-
-
 def test_what_pays_is_advised(capsys, slower_norm):
     flags = ("--generate", "5", "--model", f"{HERE}:attends", "--kinds", "norm", "attention")
     out = run(capsys, *flags)

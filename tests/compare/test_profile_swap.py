@@ -5,8 +5,6 @@ import dataclasses
 import itertools
 import json
 import shlex
-import subprocess
-import sys
 import time
 
 import pytest
@@ -22,6 +20,7 @@ from onepass.compare.variants import STOCK, SWAPPED, of_kinds
 from onepass.compare.workload import workload_of
 from onepass.profile_swap import measure, report
 from onepass.swapping import classes
+from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")
 QUICK = ("--quick", "--threads", "1", "--pairs", "3")
@@ -75,7 +74,7 @@ def slowed(monkeypatch, cls, seconds):
 
 @pytest.fixture
 def peaks_of_one_byte(monkeypatch):
-    monkeypatch.setattr(memory, "peaks_of_steps", lambda names, **_: dict.fromkeys(names, 1))
+    monkeypatch.setattr(memory, "peaks_of_steps", peaks_of_a_byte)
 
 
 # Measurements
@@ -138,17 +137,6 @@ def test_memory_is_that_of_each_kind_alone():
     assert all(variant.peak_bytes > 8 * MIB for variant in variants.values())
 
 
-def test_kinds_of_which_there_is_nothing_have_a_reason(peaks_of_one_byte):
-    found = profiled(*MODEL)
-    assert {"attention", "mlp", "rotary"} <= set(found.absent)
-    assert found.absent["attention"] == measure.NONE_OF_IT
-    assert not {"norm", "dropout"} & set(found.absent)
-
-
-def test_one_kind_alone_is_measured_once(peaks_of_one_byte):
-    assert list(profiled(*MODEL, "--kinds", "norm").variants) == [STOCK, "swapped: norm"]
-
-
 def test_a_model_with_nothing_to_swap():
     with pytest.raises(
         BadInput, match="must have something to swap, got none .*norm: normalises over the batch"
@@ -185,22 +173,50 @@ def peaks_of(timing, **mebibytes_of_kinds):
 FASTER, SLOWER, NEITHER = (report.Interval(m, m - 0.1, m + 0.1) for m in (1.2, 0.8, 1.01))
 
 
-def test_what_is_slower_is_left_out():
-    timing = timing_of(all=80, norm=90, mlp=120, loss=100)
-    found = profile_of(timing, peaks_of(timing), FASTER, FASTER)
-    assert found.advice.leave_out == ("mlp",) and found.advice.keep == ("norm", "loss")
-    assert report.sentence(found) == (
-        "Leave out mlp: the swap without is 1.200x [1.100-1.300] as fast as all, and "
-        "1.200x [1.100-1.300] as fast as stock."
-    )
-    assert report.call(found) == "onepass.swap(model, kinds=('norm', 'loss'))"
+# Milliseconds of each swap, the MiB of a peak, the second measurement of what is kept; the advice,
+# and the options of its call.
+ADVICE = {
+    "what is slower is left out": (
+        dict(all=80, norm=90, mlp=120, loss=100), {}, (FASTER, FASTER),
+        "Leave out mlp: the swap without is 1.200x [1.100-1.300] as fast as all, and 1.200x "
+        "[1.100-1.300] as fast as stock.", ", kinds=('norm', 'loss')",
+    ),
+    "what is not proven stays": (
+        dict(all=80, norm=90, mlp=120), {}, (NEITHER, FASTER),
+        "Slower alone: mlp; but the swap without is 1.010x", "",
+    ),
+    "a model that loses: all kinds and each but one, which makes no difference": (
+        dict(all=110, norm=104, attention=108, dropout=100), dict(norm=900), (FASTER, NEITHER),
+        "Do not swap this model: it would be 0.910x [0.909-0.910] as fast. Where memory is short: "
+        "norm alone lowers the peak by 100.0 MiB (10 %) and is 0.962x [0.962-0.962] as fast.", None,
+    ),
+    "a model that gains nothing": (
+        dict(all=100, norm=100, mlp=120), {}, (FASTER, SLOWER),
+        "No gain measured, 1.000x [1.000-1.000]: do not swap this model for speed.", None,
+    ),
+    "a kind that gains alone": (
+        dict(all=100, norm=90, attention=100), {}, (),
+        "Swap norm alone: 1.111x [1.110-1.111] as fast.", ", kinds=('norm',)",
+    ),
+    "everything pays": (
+        dict(all=80, norm=90), {}, (), "Nothing to leave out: no kind is slower alone.", "",
+    ),
+}  # fmt: skip
 
 
-def test_what_is_not_proven_stays():
-    timing = timing_of(all=80, norm=90, mlp=120)
-    found = profile_of(timing, peaks_of(timing), NEITHER, FASTER)
-    assert report.sentence(found).startswith("Slower alone: mlp; but the swap without is 1.010x")
-    assert report.call(found) == "onepass.swap(model)"
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice(name):
+    milliseconds, mebibytes, proof, sentence, options = ADVICE[name]
+    timing = timing_of(**milliseconds)
+    found = profile_of(timing, peaks_of(timing, **mebibytes), *proof)
+    assert report.sentence(found).startswith(sentence)
+    assert report.call(found) == (None if options is None else f"onepass.swap(model{options})")
+
+
+def test_kinds_that_were_not_measured_are_not_swapped():
+    timing = timing_of(all=80, norm=90)
+    found = dataclasses.replace(profile_of(timing, peaks_of(timing)), limited=True)
+    assert report.call(found) == "onepass.swap(model, kinds=('norm',))"
 
 
 def test_what_saves_memory_is_named_with_its_figures():
@@ -217,33 +233,6 @@ def test_a_saving_below_a_mebibyte_is_none():
     timing = timing_of(all=80, norm=90, mlp=120)
     peaks = {name: peak // 1000 for name, peak in peaks_of(timing, mlp=500).items()}
     assert profile_of(timing, peaks, FASTER, FASTER).saving == ()
-
-
-def test_a_model_that_loses_is_not_swapped():
-    """All kinds and each kind but one are slower; the one makes no difference."""
-    timing = timing_of(all=110, norm=104, attention=108, dropout=100)
-    found = profile_of(timing, peaks_of(timing, norm=900), FASTER, NEITHER)
-    assert found.advice.keep == ("dropout",) and report.call(found) is None
-    assert report.sentence(found) == (
-        "Do not swap this model: it would be 0.910x [0.909-0.910] as fast. Where memory is short: "
-        "norm alone lowers the peak by 100.0 MiB (10 %) and is 0.962x [0.962-0.962] as fast."
-    )
-
-
-def test_a_model_that_gains_nothing_is_not_swapped():
-    timing = timing_of(all=100, norm=100, mlp=120)
-    found = profile_of(timing, peaks_of(timing), FASTER, SLOWER)
-    assert report.sentence(found) == (
-        "No gain measured, 1.000x [1.000-1.000]: do not swap this model for speed."
-    )
-    assert report.call(found) is None
-
-
-def test_a_kind_that_gains_alone_where_all_together_do_not():
-    timing = timing_of(all=100, norm=90, attention=100)
-    found = profile_of(timing, peaks_of(timing))
-    assert report.sentence(found) == "Swap norm alone: 1.111x [1.110-1.111] as fast."
-    assert report.call(found) == "onepass.swap(model, kinds=('norm',))"
 
 
 @pytest.mark.parametrize("all_, norm", list(itertools.product((90, 100, 110), repeat=2)))
@@ -263,47 +252,31 @@ def test_no_swap_is_advised_that_was_not_measured_to_gain(all_, norm, mlp, rest)
     assert report.sentence(found)
 
 
-def test_everything_pays():
-    timing = timing_of(all=80, norm=90)
-    found = profile_of(timing, peaks_of(timing))
-    assert report.sentence(found) == "Nothing to leave out: no kind is slower alone."
-    assert report.call(found) == "onepass.swap(model)"
-    limited = dataclasses.replace(found, limited=True)  # others were not measured
-    assert report.call(limited) == "onepass.swap(model, kinds=('norm',))"
-
-
 # The command
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """The GPT of compare, as a shell would start it: the process and its JSON."""
-    folder = tmp_path_factory.mktemp("profile")
-    process = subprocess.run(
-        [sys.executable, "-m", "onepass", "profile-swap", *QUICK, "--json", "out.json"],
-        cwd=folder, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    return process, json.loads((folder / "out.json").read_text())
+    """What a run on the GPT of compare prints, says on standard error, and writes as JSON."""
+    file = tmp_path_factory.mktemp("profile") / "out.json"
+    said = run_here("profile-swap", *QUICK, "--json", str(file))
+    return *said, json.loads(file.read_text())
 
 
 def test_the_table_fits_and_says_what_the_json_says(outcome):
-    process, found = outcome
-    assert all(line.startswith("profile-swap: ") for line in process.stderr.splitlines())
-    assert "\x1b" not in process.stdout and "…" not in process.stdout
-    for words in ("Each kind alone, one training step, dropout 0.1", "times stock [95 %]",
-                  "peak MiB bought", "rotary: the model has nothing of this kind",
-                  "--quick: tiny sizes"):  # fmt: skip
-        assert words in process.stdout, words
-    flat = " ".join(process.stdout.split())
-    for profile in found["profiles"]:
-        assert profile["advice"]["sentence"] in flat
-    tables = [line for line in process.stdout.splitlines() if line.startswith(" ")]
+    printed, told, found = outcome
+    assert all(line.startswith("profile-swap: ") for line in told.splitlines())
+    assert "\x1b" not in printed and "…" not in printed
+    assert "Each kind alone, one training step, dropout 0.1" in printed
+    assert "rotary: the model has nothing of this kind" in printed
+    assert "\ntrained: the model's loss" in printed
+    assert all(p["advice"]["sentence"] in " ".join(printed.split()) for p in found["profiles"])
+    tables = [line for line in printed.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= report.WIDTH_OFF_TERMINAL
 
 
 def test_json_schema(outcome):
-    found = outcome[1]
+    found = outcome[2]
     assert list(found) == [
         "schema_version", "command", "machine", "settings", "data", "parameters", "objective",
         "profiles", "seconds",
@@ -336,15 +309,23 @@ def test_json_schema(outcome):
         ]  # fmt: skip
 
 
-def test_what_was_trained_is_said(outcome):
-    process, found = outcome
-    assert found["objective"] == "the model's loss"
-    assert "\ntrained: the model's loss\n" in process.stdout
-    assert profiled(*MODEL).objective == "mean square of the output: it has no loss"
+def test_a_model_of_the_users_and_one_kind(capsys, peaks_of_one_byte):
+    """Kinds of which there is nothing have a reason; one kind alone is measured once."""
+    found = profiled(*MODEL)
+    assert found.objective == "mean square of the output: it has no loss"
+    assert {"attention", "mlp", "rotary"} <= set(found.absent)
+    assert found.absent["attention"] == measure.NONE_OF_IT
+    assert not {"norm", "dropout"} & set(found.absent)
+    assert cli.main(["profile-swap", *QUICK, *MODEL, "--kinds", "norm", "--json"]) == 0
+    output, errors = capsys.readouterr()
+    assert all(line.startswith("profile-swap: ") for line in errors.splitlines())
+    (profile,) = json.loads(output)["profiles"]
+    assert profile["dropout"] is None and profile["items_per_batch"] == 4096
+    assert list(profile["variants"]) == [STOCK, "swapped: norm"]
 
 
 def test_the_command_repeats_the_run(outcome):
-    found = outcome[1]
+    found = outcome[2]
     words = shlex.split(found["command"])
     assert words[:2] == ["onepass", "profile-swap"]
     parser = argparse.ArgumentParser()
@@ -353,26 +334,16 @@ def test_the_command_repeats_the_run(outcome):
     assert again.to_dict().items() >= found["settings"].items()
 
 
-def test_json_to_stdout_is_nothing_but_json(capsys, peaks_of_one_byte):
-    assert cli.main(["profile-swap", *QUICK, *MODEL, "--kinds", "norm", "--json"]) == 0
-    output, errors = capsys.readouterr()
-    assert all(line.startswith("profile-swap: ") for line in errors.splitlines())
-    (profile,) = json.loads(output)["profiles"]
-    assert profile["dropout"] is None and profile["items_per_batch"] == 4096
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["--model", "nowhere"], "--model must be package.module:function, got 'nowhere'"),
-        ([*MODEL, "--dropout", "0"], "--model brings its own sizes, dropout and data"),
         ([*MODEL, "--kinds", "nrom"], "--kinds must be of norm, attention"),
         (
             ["--model", f"{__name__}:make_nothing", "--kinds", "norm"],
             "the model must have something to swap",
         ),
         ([*MODEL, "--json", "/no/such/folder/x.json"], "--json must name a file to write"),
-        ([*MODEL, "--pairs", "0"], "--pairs must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, flags, message):
@@ -386,9 +357,3 @@ def test_an_option_of_compare_is_none_of_this(capsys):
     with pytest.raises(SystemExit):
         cli.main(["profile-swap", "--compile"])
     assert "unrecognized arguments: --compile" in capsys.readouterr().err
-
-
-def test_the_command_is_listed(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    assert "profile-swap" in capsys.readouterr().out

@@ -25,11 +25,9 @@ def clock(monkeypatch):
 
 
 PHASES = [
-    Phase("Speed, dropout 0.1", 10),
-    Phase("Speed, dropout 0", 10),
-    Phase("Sameness, dropout 0", 0, 60.0),
-    Phase("Optimizers"),
-]
+    Phase("Speed, dropout 0.1", 10), Phase("Speed, dropout 0", 10),
+    Phase("Sameness, dropout 0", 0, 60.0), Phase("Optimizers"),
+]  # fmt: skip
 
 
 def test_time_left_is_that_of_this_phase_and_of_those_ahead(clock):
@@ -58,18 +56,14 @@ def test_time_left_is_that_of_this_phase_and_of_those_ahead(clock):
     assert shown.line() == "Optimizers: step 1; 0:41 so far"
 
 
-def test_a_phase_that_takes_longer_than_expected_says_so(clock):
-    shown = Progress("compare", [Phase("Speed", 1, 5.0)])
-    shown.next()()
-    clock[0] = 6.0
-    assert shown.line() == "Speed: step 1 of 1; 0:06 so far, longer than expected"
-
-
-def test_a_phase_without_steps_counts_none(clock):
-    shown = Progress("compare", [Phase("Choice", seconds=5.0)])
-    shown.next()
+def test_phases_that_take_longer_than_expected_or_have_no_steps(clock):
+    longer, choice = (Progress("compare", [Phase("One", n, 5.0)]) for n in (1, 0))
+    longer.next()()
+    choice.next()
     clock[0] = 1.0
-    assert shown.line() == "Choice; 0:01 of about 0:05, 0:04 left"
+    assert choice.line() == "One; 0:01 of about 0:05, 0:04 left"
+    clock[0] = 6.0
+    assert longer.line() == "One: step 1 of 1; 0:06 so far, longer than expected"
     auto = phases_of(settings_of("--auto", "--dropout", "0"), (0.0,), [BASELINE])
     assert [phase.kind for phase in auto][:2] == ["Choice", "Speed"]
 

@@ -18,10 +18,7 @@ from tests.norm import cases as norm_cases
 
 ON_CUDA = DEVICE.type == "cuda"
 
-needs_device = [
-    pytest.mark.device,
-    pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE or "-"),
-]
+needs_device = [pytest.mark.device, pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE or "-")]
 on_cuda_only = pytest.mark.skipif(not ON_CUDA, reason="needs streams, graphs or device memory")
 OTHER = "cpu" if ON_CUDA else "meta"  # a device that tensors are not on
 

@@ -1,12 +1,10 @@
 """Attention against a KV cache on a CUDA device: caches that live there, graphs, compile.
 
-Decoding on copies of CPU tensors is tested by the executor "device". Rows that are not keys are
+Options are tested by the executor "device", on copies of tensors. Rows that are not keys are
 NaN, and memory that must not be written is compared bit for bit.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from tests.attention_decode.cases import (
     assert_same,
     call,
     int32,
-    keywords,
     ours,
     same_bits,
     whole_storage,
@@ -33,7 +30,6 @@ from tests.attention_decode.cases import (
 from tests.device.common import (
     DEVICE,
     ON_CUDA,
-    OTHER,
     captured,
     late,
     needs_device,
@@ -75,43 +71,6 @@ def of_device(case: Case, t: dict[str, torch.Tensor] | None = None) -> dict[str,
 
 
 # ---- values --------------------------------------------------------------------------------------
-
-VARIANTS = {
-    "one query": {},
-    "append": dict(new_rows=1),
-    "drafted": dict(seq_q=8, new_rows=8, window_right=0),
-    "window": dict(seq_q=3, window_left=60, window_right=0, new_rows=3),
-    "keys ahead": dict(seq_q=3, window_left=33, window_right=17),
-    "pages": dict(page_size=16, new_rows=1),
-    "odd pages": dict(page_size=7, new_rows=3, seq_q=2),
-    "pages of one row": dict(page_size=1),
-    "scattered": dict(scattered=True, new_rows=2, seq_q=2, window_right=0),
-    "padding": dict(pads=(0, 3, 1, 40), seq_q=2, window_right=0, new_rows=2),
-    "padded pages": dict(pads=(17,), page_size=16),
-    "rotary": dict(seq_q=3, new_rows=3, rotary="interleaved", window_right=0),
-    "rotary of halves": dict(new_rows=1, rotary="halves", rotary_dim=26, page_size=16),
-    "rotary at one place": dict(seq_q=3, new_rows=3, rotary="halves", rotary_dtype=F32),
-    "ALiBi": dict(alibi="", seq_q=3, window_right=0, new_rows=3),
-    "ALiBi of a batch": dict(alibi="b", seq_q=3),
-    "softcap": dict(softcap=0.5, seq_q=3, factor=4.0),
-    "sinks": dict(sinks=F32, seq_q=5, window_right=0, lengths=(0, 3, 70)),
-    "narrow value": dict(value_dim=24, new_rows=1),
-    "wide value": dict(head_dim=40, value_dim=128, page_size=16),
-    "more rows than queries": dict(seq_q=2, new_rows=9, window_right=0),
-    "more queries than rows": dict(seq_q=7, new_rows=2, window_right=0),
-    "many queries": dict(seq_q=65, lengths=(140, 600, 0, 5), window_right=0, new_rows=65),
-    "everything": dict(
-        head_dim=72, heads=6, kv_heads=2, seq_q=3, new_rows=3, window_left=100, window_right=0,
-        softcap=3.0, alibi="b", sinks=F32, rotary="interleaved", rotary_dim=20, page_size=16,
-        pads=(2, 0), lengths=(300, 17, 0),
-    ),
-}  # fmt: skip
-
-
-@dtypes
-@pytest.mark.parametrize("name", VARIANTS)
-def test_variants(name, dtype):
-    check(Case(dtype, **VARIANTS[name]))
 
 
 # As servers have them.
@@ -162,16 +121,6 @@ def test_repeats_bit_for_bit(name):
     first = of_device(case)
     for _ in range(5):
         assert_same(of_device(case), first)
-
-
-@dtypes
-def test_what_is_appended_is_the_cpus(dtype):
-    for rotary in (None, "interleaved", "halves"):
-        case = Case(dtype, 64, seq_q=2, new_rows=5, rotary=rotary, lengths=(5, 70, 0))
-        found, expected = of_device(case), ours(case)
-        assert same_bits(found["v_cache"].cpu(), expected["v_cache"])
-        if rotary is None:
-            assert same_bits(found["k_cache"].cpu(), expected["k_cache"])
 
 
 # ---- the device's own time line ------------------------------------------------------------------
@@ -274,27 +223,6 @@ def test_a_recorded_call_does_not_wait_either():
 
 # ---- torch ---------------------------------------------------------------------------------------
 
-CHECKED = {
-    "plain": Case(BF16, 8, seq_q=2, lengths=(5, 3)),
-    "paged": Case(F32, 8, seq_q=3, lengths=(5, 3), page_size=2, pads=(1,)),
-    "everything": Case(F32, 8, seq_q=3, lengths=(5, 3), window_left=3, window_right=0, alibi="b",
-                       sinks=F32, softcap=1.0, rotary="interleaved", rotary_dim=6),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CHECKED)
-@pytest.mark.parametrize("new_rows", [-1, 2])
-def test_opcheck(name, new_rows):
-    case = replace(CHECKED[name], new_rows=new_rows)
-    t = on_device(
-        {n: x.nan_to_num(1.0) if x.is_floating_point() else x for n, x in case.tensors().items()}
-    )
-    names = ("query", "k_cache", "v_cache", "key", "value")
-    positional = tuple(t[name] for name in names if name in t)
-    ops = torch.ops.onepass
-    op = ops.attention_decode if new_rows < 0 else ops.attention_decode_append
-    torch.library.opcheck(op.default, positional, case.options() | keywords(t))
-
 
 @pytest.mark.slow
 @paged
@@ -310,33 +238,6 @@ def test_a_compiled_module_decodes_as_in_eager(paged):
             assert same_bits(compiled(*t), eager(*t))
     for name, buffer in eager.state_dict().items():
         assert torch.equal(buffer, layer.state_dict()[name]), name
-
-
-def test_messages():
-    query, cache = randn(2, 4, 1, 8), randn(2, 2, 9, 8)
-    used = int32([5, 3])
-    here = str(query.device)
-    new = randn(2, 2, 1, 8)
-    wrong = {
-        rf"attention_decode: k_cache must be on the device of query, {here}, got {OTHER}": (
-            lambda: attention_with_kv_cache(query, cache.to(OTHER), cache)
-        ),
-        rf"attention_decode: cache_seqlens must be an int32 tensor of shape \(2,\) on {here},": (
-            lambda: attention_with_kv_cache(query, cache, cache, cache_seqlens=used.to(OTHER))
-        ),
-        "attention_decode_append: v_cache must not lie where k_cache does": (
-            lambda: attention_with_kv_cache(
-                query, cache, cache, new, new, cache_seqlens=used.to(DEVICE)
-            )
-        ),
-        "attention_decode: query must have dtype float32, bfloat16 or float16, got float64": (
-            lambda: attention_with_kv_cache(*(x.double() for x in (query, cache, cache)))
-        ),
-    }
-    for message, refused in wrong.items():
-        with pytest.raises(RuntimeError, match=f"^{message}"):
-            refused()
-    assert attention_with_kv_cache(query, cache, cache).isfinite().all()  # the device goes on
 
 
 # ---- more than 2^31 elements ---------------------------------------------------------------------
@@ -374,10 +275,21 @@ def test_caches_of_more_than_2_31_elements(page_size):
 # ---- for compute-sanitizer -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["append", "drafted", "everything"])
+SMALL = {
+    "append": dict(new_rows=1),
+    "drafted": dict(seq_q=8, new_rows=8, window_right=0),
+    "everything": dict(
+        head_dim=72, heads=6, kv_heads=2, seq_q=3, new_rows=3, window_left=100, window_right=0,
+        softcap=3.0, alibi="b", sinks=F32, rotary="interleaved", rotary_dim=20, page_size=16,
+        pads=(2, 0), lengths=(300, 17, 0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_small_for_sanitizers(name):
     for dtype in (BF16, F32):
-        case = Case(dtype, **VARIANTS[name])
+        case = Case(dtype, **SMALL[name])
         call(case, on_device(case.tensors()))
     if ON_CUDA:
         torch.cuda.synchronize()

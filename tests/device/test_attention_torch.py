@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics, reference
 from tests.attention import cases as attention_cases
-from tests.attention.cases import GRADIENTS, NAN, Case, assert_same, backward, forward, keywords
+from tests.attention.cases import NAN, Case, assert_same, backward, forward
 from tests.device.common import (
     BF16,
     DEVICE,
@@ -22,7 +21,6 @@ from tests.device.common import (
     F32,
     F64,
     ON_CUDA,
-    OTHER,
     captured,
     late,
     needs_device,
@@ -32,7 +30,6 @@ from tests.device.common import (
     randn,
     to_device,
 )
-from tests.norm.cases import dtypes
 
 pytestmark = needs_device
 attend = functional.scaled_dot_product_attention
@@ -217,35 +214,6 @@ def test_a_device_that_is_not_the_current_one():
 
 # ---- torch ---------------------------------------------------------------------------------------
 
-CHECKED = {
-    "plain": Case(BF16, 8, seq_q=5, seq_k=6),
-    "everything": Case(
-        F32, 8, 4, heads=4, kv_heads=2, seq_q=5, seq_k=6, window_left=3, window_right=0,
-        bottom_right=True, bias="q", mask="b", alibi="b", sinks=F32, softcap=1.0, dropout_p=0.2,
-        dlse=True,
-    ),
-    "packed": Case(F32, 8, storage="packed", lengths=((3, 4), (2, 5)), bias="h"),
-    "used": Case(F16, 8, storage="used", lengths=((3, 4), (2, 5))),
-    "paged": Case(BF16, 8, storage="paged", lengths=((3, 4), (2, 5)), page_size=2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_opcheck(name):
-    case = CHECKED[name]
-    t = to_device(
-        {n: x.nan_to_num(1.0) if x.is_floating_point() else x for n, x in case.tensors().items()}
-    )
-    tensors, named = (t["query"], t["key"], t["value"]), case.options() | keywords(t)
-    torch.library.opcheck(torch.ops.onepass.attention_forward.default, tensors, named)
-    if case.storage == "paged":
-        return
-    output, lse, rest = torch.ops.onepass.attention_forward(*tensors, **named)
-    mask = sum(bit for wrt, bit in GRADIENTS.items() if wrt in t)
-    positional = (t["doutput"], t.get("dlse"), *tensors, output, lse.nan_to_num(neginf=0.0), rest)
-    named |= dict(grad_mask=mask, deterministic=True)
-    torch.library.opcheck(torch.ops.onepass.attention_backward.default, positional, named)
-
 
 def test_second_derivatives():
     q, k, v = (randn(1, 2, 5, 3, dtype=F64, requires_grad=True) for _ in range(3))
@@ -301,60 +269,6 @@ def test_compile(mode, dtype):
             torch.testing.assert_close(ours, eager, rtol=0.0, atol=tolerance * scale)
 
 
-@pytest.mark.slow
-def test_compile_packed_sequences_of_any_length():
-    torch._dynamo.reset()
-
-    def run(x, cu, longest):
-        q, k, v = x.unflatten(-1, (3, 2, 32)).unbind(1)
-        return functional.varlen_attention(q, k, v, cu, cu, longest, longest, is_causal=True)
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True)
-    for lengths in ((30, 40), (70, 2), (9, 3, 50)):
-        cu = attention_cases.cumulated(lengths).to(DEVICE)
-        x = randn(sum(lengths), 192, dtype=BF16)
-        found = []
-        for function in (run, compiled):
-            leaf = x.clone().requires_grad_()
-            y = function(leaf, cu, max(lengths))
-            found.append((y, torch.autograd.grad(y.float().sum(), leaf)[0]))
-        assert torch.equal(found[0][0], found[1][0])
-        ref = x.double().requires_grad_()
-        q, k, v = ref.unflatten(-1, (3, 2, 32)).unbind(1)
-        formula = reference.attention.attention
-        options = dict(cu_seq_q=cu, cu_seq_k=cu, max_q=max(lengths), max_k=max(lengths))
-        y = formula(q, k, v, window_right=0, bottom_right=True, scale=32**-0.5, **options)[0]
-        (expected,) = torch.autograd.grad(y.sum(), ref)
-        numerics.assert_close(found[1][1], expected, found[0][1])
-
-
-@pytest.mark.parametrize("autocast_dtype", [BF16, F16], ids=str)
-@dtypes
-def test_dtypes_under_autocast_are_torchs(dtype, autocast_dtype):
-    q, k, v = (randn(1, 2, 9, 16, dtype=dtype, requires_grad=True) for _ in range(3))
-    with torch.autocast(DEVICE.type, dtype=autocast_dtype):
-        ours, stock = attend(q, k, v), F.scaled_dot_product_attention(q, k, v)
-    assert ours.dtype == stock.dtype
-    ours.float().sum().backward()
-    assert q.grad.dtype == dtype
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_restores_the_dropout(use_reentrant):
-    x = randn(2, 4, 70, 32, dtype=BF16)
-
-    def block(t):
-        return attend(t, t, t, dropout_p=0.5, deterministic=True)
-
-    gradients = []
-    for wrapped in (block, lambda t: checkpoint(block, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        wrapped(leaf).float().pow(2).sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients)
-
-
 @on_cuda_only
 def test_explain_names_the_device_kernels():
     q, k, v = (randn(1, 2, 70, 64, dtype=BF16, requires_grad=True) for _ in range(3))
@@ -362,47 +276,6 @@ def test_explain_names_the_device_kernels():
     assert [call["level"] for call in found.calls] == ["cuda", "cuda"]
     assert [call["op"] for call in found.calls] == ["attention", "attention_backward"]
     assert all("attention" in call["kernel"] and call["reason"] for call in found.calls)
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-
-def test_messages():
-    x, mask = randn(1, 2, 9, 8), torch.ones(9, 9, dtype=torch.bool)
-    ends = torch.tensor([0, 9], dtype=torch.int32)
-    here = str(x.device)
-    rows = x[0].transpose(0, 1)
-    wrong = {
-        rf"attention: key must be on the device of query, {here}, got {OTHER}": (
-            lambda: attend(x, x.to(OTHER), x)
-        ),
-        rf"attention: mask must be on the device of query, {here}, got {OTHER}": (
-            lambda: attend(x, x, x, mask.to(OTHER))
-        ),
-        rf"attention: cu_seq_q must be an int32 tensor of shape \(2,\) on {here}, got": (
-            lambda: functional.varlen_attention(
-                rows, rows, rows, ends.to(OTHER), ends.to(DEVICE), 9, 9
-            )
-        ),
-        r"attention: cu_seq_k must be an int32 tensor of shape \(2,\)": (
-            lambda: functional.varlen_attention(
-                rows, rows, rows, ends.to(DEVICE), ends.long().to(DEVICE), 9, 9
-            )
-        ),
-        "attention: query must have dtype float32, bfloat16, float16 or float64, got int64": (
-            lambda: attend(x.long(), x.long(), x.long())
-        ),
-        "attention: query must have a head_dim of 1 to 512, got 513": (
-            lambda: attend(*(randn(1, 1, 2, 513) for _ in range(3)))
-        ),
-        "attention: dropout_p must lie between 0 and 1, got 1.5": (
-            lambda: attend(x, x, x, dropout_p=1.5)
-        ),
-    }
-    for message, call in wrong.items():
-        with pytest.raises(RuntimeError, match=f"^{message}"):
-            call()
-    assert attend(x, x, x).isfinite().all()  # and the device goes on
 
 
 # ---- a whole model -------------------------------------------------------------------------------
@@ -420,29 +293,6 @@ def test_swap_and_verify(torchs_products, dtype):
     assert sum(call["count"] for call in found.calls if call["op"] == "attention") == 2
     onepass.unswap(model)
     assert type(model.cross) is nn.MultiheadAttention
-
-
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-def test_encoder_with_nested_batches(dtype):
-    """torch's nested tensors for a padding mask in inference are computed as one packed batch."""
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2).to(DEVICE, dtype).eval()
-    x, padding = randn(3, 20, 64, dtype=dtype), torch.zeros(3, 20, dtype=torch.bool, device=DEVICE)
-    padding[0, 12:], padding[2, 5:] = True, True
-
-    def results(of: nn.Module, x) -> torch.Tensor:
-        with torch.no_grad():
-            return of(x, src_key_padding_mask=padding)[~padding]
-
-    torch.backends.mha.set_fastpath_enabled(False)  # which has no float64 on every device
-    try:
-        stock = results(encoder, x)
-        ref = results(encoder.double(), x.double())
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    encoder.to(dtype)
-    onepass.swap(encoder)
-    numerics.assert_close(results(encoder, x), ref, stock)
 
 
 # ---- more than 2^31 elements ---------------------------------------------------------------------

@@ -11,7 +11,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import functional, numerics, reference
@@ -22,41 +21,15 @@ from tests.device.common import (
     F64,
     ON_CUDA,
     assert_equal,
-    check_draws,
     make,
     needs_device,
     on_cuda_only,
     randn,
 )
-from tests.norm import cases as norm_cases
-from tests.norm.cases import (
-    KINDS,
-    dtypes,
-    kinds,
-    results,
-)
+from tests.norm.cases import KINDS, dtypes, kinds, results
 from tests.support.seeds import drawn_seed
 
 pytestmark = needs_device
-
-
-# ---- values and gradients ------------------------------------------------------------------------
-
-
-@kinds
-def test_mixed_dtypes(rms, residual):
-    for input_, weight, stream in norm_cases.mixes(residual):
-        for cols in (129, 136):
-            options = dict(weight_dtype=weight, residual=residual, residual_in=stream)
-            check_draws(rms, (3, 13), cols, input_, **options)
-
-
-@pytest.mark.parametrize("rms", [False, True])
-@dtypes
-def test_dropout_before_the_add(rms, dtype):
-    for cols in (72, 33, 2056):
-        for wrt in (None, ["input"], ["residual"], ["weight"]):
-            check_draws(rms, 9, cols, dtype, residual=True, dropout_p=0.25, wrt=wrt)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -72,55 +45,6 @@ def test_second_derivatives(residual):
 
     assert torch.autograd.gradcheck(function, (*tensors, weight))
     assert torch.autograd.gradgradcheck(function, (*tensors, weight))
-
-
-# ---- dropout -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@dtypes
-def test_dropout_and_add_dropout(dtype, wide):
-    stream_dtype = F32 if wide and dtype != F64 else dtype
-    for shape in ((33, 65), (32, 64)):
-        x, r = randn(shape, dtype=dtype), randn(shape, dtype=stream_dtype)
-        g, seed = randn(shape, dtype=stream_dtype), drawn_seed(5, DEVICE)
-        leaves = [t.clone().requires_grad_() for t in (x, r)]
-        torch.manual_seed(5)
-        y = functional.add_dropout(*leaves, 0.3)
-        dx, dr = torch.autograd.grad(y, leaves, g)
-        assert y.dtype == stream_dtype and dx.dtype == dtype and torch.equal(dr, g)
-        ref = reference.dropout.add_dropout(x.double(), r.double(), 0.3, seed)
-        numerics.assert_close(y, ref, reference.dropout.add_dropout(x, r, 0.3, seed))
-        factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, F64, DEVICE).view(shape)
-        numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
-        exact = F64 if stream_dtype is F64 else F32  # rounded once
-        factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, exact, DEVICE).view(shape)
-        torch.manual_seed(5)
-        assert torch.equal(functional.dropout(g, 0.3), (g.to(exact) * factor).to(stream_dtype))
-
-
-def test_dropout_draws_what_manual_seed_says():
-    x = torch.ones(1000, device=DEVICE)
-    torch.manual_seed(1)
-    first, second = functional.dropout(x), functional.dropout(x)
-    torch.manual_seed(1)
-    assert torch.equal(functional.dropout(x), first) and not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_restores_the_dropout(use_reentrant):
-    x, add = randn(50, 48), onepass.nn.AddLayerNorm(48, dropout_p=0.5).to(DEVICE)
-
-    def block(t):
-        return functional.dropout(add(t, t)[0], 0.5)
-
-    gradients = []
-    for wrapped in (block, lambda t: checkpoint(block, t, use_reentrant=use_reentrant)):
-        torch.manual_seed(6)
-        leaf = x.clone().requires_grad_()
-        wrapped(leaf).sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients)
 
 
 # ---- linear --------------------------------------------------------------------------------------

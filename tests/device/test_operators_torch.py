@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-import onepass
 from onepass import functional, reference
 from tests.device.common import (
     BF16,
     DEVICE,
-    F16,
-    F32,
     ON_CUDA,
-    OTHER,
     assert_equal,
     captured,
-    check_draws,
     late,
     make,
     needs_device,
@@ -28,7 +21,7 @@ from tests.device.common import (
     randn,
 )
 from tests.norm import cases as norm_cases
-from tests.norm.cases import Case, check, dtypes, kinds
+from tests.norm.cases import Case, check, kinds
 from tests.support.seeds import drawn_seed
 
 pytestmark = needs_device
@@ -99,155 +92,6 @@ def test_a_device_that_is_not_the_current_one():
     check(*(norm_cases.make(False, 33, 1000, seed=seed, device=last) for seed in range(4)))
     x = torch.ones(1000, device=last)
     assert functional.dropout(x, 0.5).device == last and torch.cuda.current_device() == 0
-
-
-# ---- torch ---------------------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_forward(rms, residual, grad):
-    case = make(rms, (3, 2), 10, residual=residual)
-    tensors = [getattr(case, name) for name in ("input", "residual", "weight", "bias")]
-    arguments = (*tensors, None, [10], int(rms), 1e-5, 0.0, 0.0, None, None, grad)
-    torch.library.opcheck(torch.ops.onepass.norm_forward.default, arguments)
-
-
-@pytest.mark.parametrize("mask", [0, 1, 4, 15])
-def test_opcheck_backward(mask):
-    x, w = randn(3, 2, 10), randn(10)
-    _, _, mean, rstd = norm_cases.raw_forward(x, weight=w, bias=w, eps=1e-5, save_statistics=True)
-    arguments = (x, x, x, w, w, None, mean, rstd, [10], False, 0.0, 0.0, BF16, None, mask)
-    torch.library.opcheck(torch.ops.onepass.norm_backward.default, arguments)
-
-
-@pytest.mark.parametrize("residual", [False, True])
-def test_opcheck_dropout(residual):
-    x, seed = randn(10, 3).t(), torch.tensor([1, 2], device=DEVICE)
-    arguments = (x, x if residual else None, seed, 0.3, None)
-    torch.library.opcheck(torch.ops.onepass.dropout_forward.default, arguments)
-
-
-class Block(nn.Module):
-    """A pre-norm block with every kind of norm, and dropout."""
-
-    def __init__(self, width: int = 64, p: float = 0.0):
-        super().__init__()
-        self.first, self.add = onepass.nn.LayerNorm(width), onepass.nn.AddRMSNorm(width)
-        self.mlp, self.drop = nn.Linear(width, width), onepass.nn.Dropout(p)
-
-    def forward(self, x):
-        y, stream = self.add(self.drop(self.mlp(self.first(x))), x)
-        return y * torch.tanh(stream)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=on_cuda_only)])
-def test_compile(mode):
-    torch._dynamo.reset()
-    block = Block().to(DEVICE)
-    compiled = torch.compile(block, fullgraph=True, dynamic=mode == "default", mode=mode)
-    for rows in (40, 40, 40, 56) if mode == "default" else (40, 40, 40):
-        x, g = randn(rows, 64), randn(rows, 64)
-        found = []
-        for function in (block, compiled):
-            leaf = x.clone().requires_grad_()
-            y = function(leaf)
-            gradients = torch.autograd.grad(y, [leaf, *block.parameters()], g)
-            found.append([tensor.detach().clone() for tensor in (y, *gradients)])
-        for eager, ours in zip(*found, strict=True):
-            # The operators are the same in both; inductor may sum the Linear and tanh otherwise.
-            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_compile_with_dropout_under_autocast():
-    torch._dynamo.reset()
-    block = Block(p=0.5).to(DEVICE)
-    compiled = torch.compile(block, fullgraph=True)
-    x, outputs = randn(40, 64), []
-    for function in (block, compiled):
-        with torch.autocast(DEVICE.type, BF16):
-            outputs.append(function(x.clone().requires_grad_()))
-        outputs[-1].float().sum().backward()
-    eager, ours = outputs
-    assert ours.dtype == eager.dtype and ours.shape == eager.shape and not ours.isnan().any()
-
-
-@pytest.mark.parametrize("autocast_dtype", [BF16, F16], ids=str)
-@dtypes
-def test_dtypes_under_autocast_are_torchs(dtype, autocast_dtype):
-    x, w = randn(2, 8, dtype=dtype), randn(8, dtype=dtype)
-    for name in ("layer_norm", "rms_norm"):
-        with torch.autocast(DEVICE.type, dtype=autocast_dtype):
-            ours = getattr(functional, name)(x.clone().requires_grad_(), (8,), w)
-            stock = getattr(F, name)(x, (8,), w)
-            assert functional.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype
-        assert ours.dtype == stock.dtype
-        ours.float().sum().backward()
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-
-def test_messages():
-    x, w = randn(4, 6), randn(6)
-    here = str(x.device)
-    device = rf"must be on the device of input, {here}, got {OTHER}"
-    wrong = {
-        rf"layer_norm: weight {device}": lambda: functional.layer_norm(x, 6, w.to(OTHER)),
-        rf"layer_norm: bias {device}": lambda: functional.layer_norm(x, 6, w, w.to(OTHER)),
-        rf"rms_norm: weight {device}": lambda: functional.rms_norm(x, 6, w.to(OTHER)),
-        rf"add_rms_norm: residual {device}": lambda: functional.add_rms_norm(x, x.to(OTHER), 6),
-        rf"add_dropout: residual {device}": lambda: functional.add_dropout(x, x.to(OTHER), 0.5),
-        r"layer_norm: weight must have shape \(6,\), got \(4,\)": (
-            lambda: functional.layer_norm(x, 6, x[:, 0])
-        ),
-        "rms_norm: input must have dtype float32, bfloat16, float16 or float64, got int64": (
-            lambda: functional.rms_norm(x.long(), 6)
-        ),
-    }
-    if ON_CUDA:
-        wrong[rf"rms_norm: weight must be on the device of input, cpu, got {here}"] = lambda: (
-            functional.rms_norm(x.cpu(), 6, w)
-        )
-    for message, call in wrong.items():
-        with pytest.raises(RuntimeError, match=f"^{message}"):
-            call()
-    check_draws(False, 4, 6)  # and the device goes on
-
-
-# ---- a whole model -------------------------------------------------------------------------------
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 64):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
-        self.norm, self.last = nn.LayerNorm(width), nn.RMSNorm(width)
-        self.mlp, self.drop = nn.Linear(width, width), nn.Dropout(0.3)
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        return self.head(self.last(x + self.drop(self.mlp(self.norm(x)))))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_swap_and_verify(torchs_products, dtype):
-    model = Model().to(DEVICE, dtype)
-    ids = (torch.arange(24).reshape(2, 12) % 11).to(DEVICE)
-    report = onepass.swap(model)
-    assert sorted(entry["kind"] for entry in report.swapped) == ["dropout", "norm", "norm"]
-    result = report.verify(ids)
-    assert result.ok and result.judged == "float64", str(result)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(3):
-        F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    onepass.unswap(model)
-    assert type(model.norm) is nn.LayerNorm
 
 
 # ---- more than 2^31 elements ---------------------------------------------------------------------

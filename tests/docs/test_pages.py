@@ -40,14 +40,10 @@ PUBLIC = [
 ]
 # Modules of onepass.integrations, and the packages without which they cannot be imported.
 INTEGRATIONS = {
-    "flash_attn.flash_attn_interface": "",
-    "flash_attn.bert_padding": "",
-    "flash_attn.layers.rotary": "",
-    "lightning": "pytorch_lightning",
-    "timm": "timm",
-    "torchtitan": "torchtitan",
-    "transformers": "transformers",
-}
+    "flash_attn.flash_attn_interface": "", "flash_attn.bert_padding": "",
+    "flash_attn.layers.rotary": "", "lightning": "pytorch_lightning", "timm": "timm",
+    "torchtitan": "torchtitan", "transformers": "transformers",
+}  # fmt: skip
 
 
 def load(path: Path) -> ModuleType:
@@ -187,11 +183,9 @@ RECIPES = {
         },
     ),
     "A new optimizer of whole tensors": (
-        r"LAMB\b|\blamb\b",
-        "lamb",
-        {"python/onepass/integrations/timm.py"},
+        r"LAMB\b|\blamb\b", "lamb", {"python/onepass/integrations/timm.py"},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("title", RECIPES)
@@ -251,10 +245,8 @@ def test_the_table_of_operators_is_current():
     rows = {name for calls, *_ in matrix.ROWS for name in calls}
     assert set(functional.__all__) <= rows
     assert {f"optim.{name}" for name in optim.__all__} - rows == {
-        "optim.fuse",
-        "optim.fused_accumulate",
-        "optim.muon_groups",
-    }
+        "optim.fuse", "optim.fused_accumulate", "optim.muon_groups",
+    }  # fmt: skip
 
 
 def test_a_line_of_the_readme_is_true_of_its_whole_group():

@@ -24,11 +24,7 @@ from tests.estimate.models import MODELS
 from tests.support import allocations
 
 NEAR = 0.10  # how far from the measured peak an estimate may be
-MODES = {
-    "float32": {},
-    "autocast": {"autocast": True},
-    "bfloat16": {"dtype": torch.bfloat16},
-}
+MODES = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": torch.bfloat16}}
 
 
 def measured(
@@ -93,26 +89,15 @@ def test_in_other_dtypes(name, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "stock", "checkpointed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_real_size_is_near_what_is_measured(name, mode, monkeypatch):
     """16-bit products are ours. torch's take memory of their own where the CPU has no instructions
     for them: oneDNN makes each result in float32 first."""
     without = products.facts()._replace(bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: without)
-    check_near(name, False, swap=True, **MODES[mode])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stock_model_of_real_size(name):
-    check_near(name, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_a_checkpointed_model_of_real_size(name):
-    check_near(name, False, swap=True, checkpointing=True)
+    options = MODES.get(mode, dict(checkpointing=mode == "checkpointed"))
+    check_near(name, False, swap=mode != "stock", **options)
 
 
 # ---- piece by piece ----------------------------------------------------------------------------
@@ -402,17 +387,13 @@ def test_states_are_those_that_each_optimizer_makes(dtype):
 def test_the_model_stays_as_it_is(real):
     model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 64)).eval()
     before = {name: (id(p), p._version) for name, p in model.named_parameters()}
-    onepass.estimate(model, torch.randn(8, 64), swap=True, real=real)
+    batch = torch.randn(8, 64)
+    random = torch.get_rng_state()
+    onepass.estimate(model, batch, swap=True, real=real)
+    assert real or torch.equal(torch.get_rng_state(), random)
     assert not model.training and type(model[0]) is nn.LayerNorm
     assert {name: (id(p), p._version) for name, p in model.named_parameters()} == before
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_random_state_stays():
-    model, batch = nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 8)), torch.randn(8, 8)
-    random = torch.get_rng_state()
-    onepass.estimate(model, batch)
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_a_model_on_meta_and_one_that_a_function_makes():
@@ -472,41 +453,6 @@ def test_a_model_that_reads_its_values_is_told_the_line_and_runs_on_real_data(mo
     assert onepass.estimate(model, batch, real=True).parameters == (64 + 8) * 4
 
 
-def test_messages():
-    with pytest.raises(TypeError, match="estimate: model must be a module or a function, got int"):
-        onepass.estimate(3)
-    with pytest.raises(ValueError, match="estimate: kinds must come with swap=True, got 'norm'"):
-        onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), kinds="norm")
-    with pytest.raises(ValueError, match="estimate: lazy_logits must come with swap=True"):
-        onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), lazy_logits=True)
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    with pytest.raises(RuntimeError, match="estimate: model must have a parameter that requires"):
-        onepass.estimate(frozen, torch.randn(8, 8))
-    with pytest.raises(RuntimeError, match="estimate: model must hold a list of layers"):
-        onepass.estimate(nn.Linear(8, 8), torch.randn(8, 8), checkpointing=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "message"),
-    [
-        (nn.LazyLinear(4), torch.randn(2, 8), "must have been called once"),
-        (torch.jit.script(nn.Linear(8, 4)), torch.randn(2, 8), "must not be scripted or traced"),
-        (nn.Embedding(8, 4, sparse=True), torch.ones(2, dtype=torch.int64), "dense gradients"),
-        (nn.Linear(8, 4), None, "must come with a batch"),
-        (nn.Linear(8, 4), torch.randn(2, 9), "must run on its batch, got RuntimeError: "),
-        (nn.Linear(8, 4), {"x": torch.randn(2, 8)}, r"forward takes \(input\), .* a dict of x"),
-        (lambda: nn.Linear(8, 4), None, r"must return \(model, batch\)"),
-        (lambda: (nn.Linear(8, 4), None), None, "must come with a batch"),
-    ],
-)
-@pytest.mark.parametrize("real", [False, True])
-def test_a_model_that_cannot_be_estimated_is_told_in_a_sentence(model, batch, message, real):
-    with pytest.raises(RuntimeError, match=rf"^estimate: model .*{message}") as error:
-        onepass.estimate(model, batch, real=real)
-    assert "\n" not in str(error.value)
-    assert "--" not in "".join(traceback.format_exception(error.value))
-
-
 class Adjacent(nn.Module):
     """A layer of a graph network, with a sparse matrix or a sparse gradient."""
 
@@ -520,22 +466,40 @@ class Adjacent(nn.Module):
         return torch.sparse.mm(torch.eye(8).to_sparse(), self.weight)
 
 
-@pytest.mark.parametrize("by_function", [False, True])
+X, WORDS, LINEAR = torch.randn(2, 8), torch.ones(2, dtype=torch.int64), nn.Linear(8, 4)
+SPARSE = "model must (compute with dense tensors|run on its batch, got NotImplemented.*Sparse)"
+WRONG = [  # model, batch, options, the error and its text
+    (3, None, {}, TypeError, "model must be a module or a function, got int"),
+    (LINEAR, X, dict(kinds="norm"), ValueError, "kinds must come with swap=True, got 'norm'"),
+    (LINEAR, X, dict(lazy_logits=True), ValueError, "lazy_logits must come with swap=True"),
+    (LINEAR, X, dict(checkpointing=True), RuntimeError, "model must hold a list of layers"),
+    (LINEAR, X, dict(dtype="bf16"), TypeError, "dtype must be a torch.dtype or None, got 'b"),
+    (LINEAR, X, dict(optimizer="adamw"), TypeError, "optimizer must be a class or a function, got"),
+    (LINEAR, X, dict(optimizer=dict), RuntimeError, "optimizer must make one .* got"),
+    (nn.Linear(8, 4).requires_grad_(False), X, {}, RuntimeError, "model must have a parameter"),
+    (nn.LazyLinear(4), X, {}, RuntimeError, "model must have been called once"),
+    (torch.jit.script(LINEAR), X, {}, RuntimeError, "model must not be scripted or traced"),
+    (nn.Embedding(8, 4, sparse=True), WORDS, {}, RuntimeError, "model .*dense gradients"),
+    (LINEAR, None, {}, RuntimeError, "model must come with a batch"),
+    (
+        LINEAR, torch.randn(2, 9), {}, RuntimeError,
+        "model must run on its batch, got RuntimeError: ",
+    ),
+    (LINEAR, {"x": X}, {}, RuntimeError, r"model .*forward takes \(input\), .* a dict of x"),
+    (lambda: LINEAR, None, {}, RuntimeError, r"model must return \(model, batch\)"),
+    (lambda: (LINEAR, None), None, {}, RuntimeError, "model must come with a batch"),
+    (Adjacent(True), WORDS, {}, RuntimeError, SPARSE),
+    (Adjacent(False), WORDS, {}, RuntimeError, SPARSE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "batch", "options", "error", "text"), WRONG)
 @pytest.mark.parametrize("real", [False, True])
-def test_sparse_tensors_inside_a_model_are_told(by_function, real):
-    rules = "compute with dense tensors|run on its batch, got NotImplementedError: .*Sparse"
-    with pytest.raises(RuntimeError, match=f"estimate: model must ({rules})"):
-        onepass.estimate(Adjacent(by_function), torch.ones(2, dtype=torch.int64), real=real)
-
-
-def test_wrong_keywords_are_told():
-    model, batch = nn.Linear(8, 4), torch.randn(2, 8)
-    with pytest.raises(TypeError, match="estimate: dtype must be a torch.dtype or None, got 'b"):
-        onepass.estimate(model, batch, dtype="bfloat16")
-    with pytest.raises(TypeError, match="estimate: optimizer must be a class or a function, got s"):
-        onepass.estimate(model, batch, optimizer="adamw")
-    with pytest.raises(RuntimeError, match="estimate: optimizer must make one .* got TypeError"):
-        onepass.estimate(model, batch, optimizer=lambda: torch.optim.SGD(model.parameters()))
+def test_what_cannot_be_estimated_is_told_in_a_sentence(model, batch, options, error, text, real):
+    with pytest.raises(error, match=f"^estimate: {text}") as found:
+        onepass.estimate(model, batch, real=real, **options)
+    assert "\n" not in str(found.value)
+    assert "--" not in "".join(traceback.format_exception(found.value))
 
 
 def test_an_estimate_prints_its_parts():

@@ -23,15 +23,12 @@ SIZES = {
                                  intermediate_size=256)),
 }  # fmt: skip
 OPTIONS = {
-    "stock": {},
-    "swapped": {"kinds": None},
-    "checkpointed": {"checkpointing": True},
+    "stock": {}, "swapped": {"kinds": None}, "checkpointed": {"checkpointing": True},
     "swapped, checkpointed": {"kinds": None, "checkpointing": True},
-    "bfloat16": {"dtype": torch.bfloat16, "kinds": None},
-    "autocast": {"autocast": True},
+    "bfloat16": {"dtype": torch.bfloat16, "kinds": None}, "autocast": {"autocast": True},
     "other rows": {"kinds": ("norm",), "rows": 5},
     "loss": {"kinds": None, "inplace_loss": True, "lazy_logits": True},
-}
+}  # fmt: skip
 
 
 def subject(name: str) -> Subject:
@@ -138,37 +135,26 @@ def test_a_layer_that_its_model_treats_in_another_way(kept):
     assert plain._series is not None and found.activations > other.activations
 
 
-def make_unlike(change):
-    model = Model()
-    change(model.layers[7])
-    return model
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda layer: setattr(layer, "project", nn.Linear(32, 32, bias=False)),
         lambda layer: setattr(layer, "norm", nn.LayerNorm(32, eps=1e-3)),
         lambda layer: setattr(layer, "kind", "sliding"),
+        lambda layer: setattr(layer, "number", 4),
         lambda layer: layer.project.requires_grad_(False),
         lambda layer: layer.register_forward_hook(lambda *_: None),
         lambda layer: setattr(layer.norm, "forward", lambda x: x),
     ],
-    ids=["parameters", "a number", "an attribute", "frozen", "a hook", "a forward of its own"],
+    ids="parameters eps attribute place frozen hook forward".split(),
 )
 def test_layers_that_are_not_equal(change):
-    with pytest.raises(layers.NotAlike, match="0 lists"):
-        layers.Series(Subject(make_unlike(change), BATCH))
-    layers.Series(Subject(Model(), BATCH))
-
-
-def test_layers_may_know_their_place():
     model = Model()
     for number, layer in enumerate(model.layers):
-        layer.number = number
+        layer.number = number  # layers may know their place
     layers.Series(Subject(model, BATCH))
-    model.layers[4].number = 7
-    with pytest.raises(layers.NotAlike):
+    change(model.layers[7])
+    with pytest.raises(layers.NotAlike, match="0 lists"):
         layers.Series(Subject(model, BATCH))
 
 
@@ -199,9 +185,7 @@ def assert_all_are_there(found):
 
 
 @pytest.mark.parametrize(
-    "fail",
-    [lambda found: found[LAYERS - 1], assert_all_are_there],
-    ids=["index", "assertion"],
+    "fail", [lambda found: found[LAYERS - 1], assert_all_are_there], ids=["index", "assertion"]
 )
 def test_a_model_for_all_its_layers_alone(fail):
     assert first_step(ForAllLayers(fail))[0]._series is None

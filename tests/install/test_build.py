@@ -30,18 +30,10 @@ STABLE_ABI = re.compile(r"^(aoti_torch_|torch_)\w+$")
 RUNTIME = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+$")
 WEAK_BY_CONVENTION = {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__"}
 NEEDED = {
-    "libtorch_cpu.so",
-    "libtorch_cuda.so",
-    "libstdc++.so.6",
-    "libm.so.6",
-    "libgcc_s.so.1",
-    "libc.so.6",
-    "libdl.so.2",
-    "libpthread.so.0",
-    "librt.so.1",
-    "ld-linux-x86-64.so.2",
+    "libtorch_cpu.so", "libtorch_cuda.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1",
+    "libc.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2",
     "ld-linux-aarch64.so.1",
-}
+}  # fmt: skip
 
 
 def run(*command: str | Path) -> str:

@@ -14,24 +14,11 @@ from tests.support import compiled
 CUDA = nvcc.ROOT / "csrc" / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of them
-KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "dropout_forward_kernel")
-KERNELS += ("ModulatedNormForward", "ModulatedNormBackward")  # arguments of the first two
-KERNELS += ("branch_forward_kernel", "branch_backward_kernel")
-KERNELS += ("gate_forward_kernel", "gate_backward_kernel")
-KERNELS += ("group_norm_moments_kernel", "group_norm_pixel_moments_kernel")
-KERNELS += ("group_norm_statistics_kernel", "group_norm_means_kernel", "group_norm_weight_kernel")
-KERNELS += ("group_norm_sums_kernel", "group_norm_pixel_sums_kernel")
-KERNELS += ("group_norm_forward_kernel", "group_norm_pixel_forward_kernel")
-KERNELS += ("group_norm_backward_kernel", "group_norm_pixel_backward_kernel")
-KERNELS += ("rotary_forward_kernel", "rotary_normed_forward_kernel", "rotary_backward_kernel")
-KERNELS += ("loss_forward_kernel", "loss_backward_kernel")
-KERNELS += ("optimizer_step_kernel", "gradient_norm_kernel", "scale_gradients_kernel")
-KERNELS += ("attention_forward_kernel", "attention_backward_kernel", "attention_decode_kernel")
-KERNELS += ("attention_forward_plain_kernel", "attention_backward_plain_kernel")
-SOURCES = ("norm/forward.cu", "norm/backward.cu", "dropout.cu", "gate.cu", "loss.cu")
-SOURCES += ("group_norm/forward.cu", "group_norm/backward.cu")
-SOURCES += ("rotary/forward.cu", "rotary/backward.cu")
-SOURCES += ("optimizer/step.cu", "optimizer/gradients.cu")
+TEXTS = {file: file.read_text() for file in sorted(CUDA.rglob("*.cu*"))}
+KERNELS = {name for text in TEXTS.values() for name in re.findall(r"\b(\w+_kernel)\(", text)}
+KERNELS |= {"ModulatedNormForward", "ModulatedNormBackward"}  # arguments of norms' kernels
+SOURCES = [str(file.relative_to(CUDA)) for file in TEXTS if file.suffix == ".cu"]
+SOURCES = [name for name in SOURCES if not name.startswith("attention")]
 # Minutes of compiling for each architecture: the oldest, and the one whose speed is promised.
 ATTENTION = tuple(f"attention/{file.name}" for file in sorted(CUDA.glob("attention/*.cu")))
 ATTENTION_ARCHITECTURES = ("sm_80", "sm_90")
@@ -44,7 +31,7 @@ COMPILED += [(source, arch) for source in FULL for arch in ("sm_100", "sm_120")]
 # Those of the built library are looked at there.
 BUILT = re.findall(r"\d+(?!\d|-virtual)", _C.build_info()["cuda_archs"])
 COMPILED = [(source, arch) for source, arch in COMPILED if arch.removeprefix("sm_") not in BUILT]
-WITHOUT_KERNELS = ("attention/backend.cu",)
+WITHOUT_KERNELS = ("attention/backend.cu", "facts.cu", "kernels.cu")
 OF_TILES = r"attention_(forward|backward)_kernel"  # whose rows cp.async brings in any pieces it has
 PIECES = (r"LDGSTS\.E\.BYPASS\.128 ", r"LDGSTS\.E\.64 ", r"LDGSTS\.E ")
 OF_WHOLE_ROWS = r"attention_forward_kernel\S*Li(\d+)ELNS\S*ForwardKindE[01]E"  # 16 bytes alone
@@ -241,27 +228,27 @@ def test_code_in_front_of_a_wait_is_found():
 
 
 def test_split_accesses_are_found():
-    line = "        /*{:04x}*/                   {} ;  /* 0x0 */\n".format
-    store = "{}STG.E{} desc[UR4][R{}.64+{}], R7".format
-    split = [store("", "", 2, hex(4 * i)) for i in (0, 1, 3, 2)]
-    wide = [store("", ".64", 2, hex(8 * i)) for i in range(4)]
-    code = lambda texts: "".join(line(16 * i, text) for i, text in enumerate(texts))  # noqa: E731
-    assert nvcc.split_accesses(code(split)) == ["STG 4 4 4 4"]
-    assert nvcc.split_accesses(code([*wide, "BRA 0x10", *split])) == ["STG 8 8 8 8", "STG 4 4 4 4"]
-    load = [
-        text.replace("STG", "LDG").replace("desc", "R9, desc").replace(", R7", "") for text in split
-    ]
-    assert nvcc.split_accesses(code(load)) == ["LDG 4 4 4 4"]
+    def found(*texts: str) -> list[str]:
+        line = "        /*{:04x}*/                   {} ;  /* 0x0 */\n".format
+        return nvcc.split_accesses("".join(line(16 * i, text) for i, text in enumerate(texts)))
+
+    def stores(*offsets: int, wide: str = "") -> list[str]:
+        return [f"STG.E{wide} desc[UR4][R2.64+{offset:#x}], R7" for offset in offsets]
+
+    split, wide = stores(0, 4, 12, 8), stores(0, 8, 16, 24, wide=".64")
+    assert found(*wide, "BRA 0x10", *split) == ["STG 8 8 8 8", "STG 4 4 4 4"]
+    loads = [f"LDG.E R9, desc[UR4][R2.64+{4 * i:#x}]" for i in range(4)]
+    assert found(*loads) == ["LDG 4 4 4 4"]
     for whole in (
-        [store("", ".128", 2, "0x0"), store("", ".128", 2, "0x10")],
+        stores(0, 16, wide=".128"),
         split[:3],
         [*split[:2], "BRA 0x10", *split[2:]],
         [*split[:2], "IADD3 R2, P0, R4, 0x1, RZ", *split[2:]],
-        [store(f"@P{i} ", "", 2, hex(4 * i)) for i in range(4)],
-        [store("", "", 2 * i, hex(4 * i)) for i in range(4)],
-        [store("", "", 2, hex(16 * i)) for i in range(4)],
+        [f"@P{i} {text}" for i, text in enumerate(split)],
+        [text.replace("R2", f"R{2 * i}") for i, text in enumerate(split)],
+        stores(0, 16, 32, 48),
     ):
-        assert not nvcc.split_accesses(code(whole)), whole
+        assert not found(*whole), whole
 
 
 def test_the_shortest_way_is_found():

@@ -54,11 +54,8 @@ def test_the_lowest_versions(tmp_path):
     torchs = Path(torch.__file__).parents[1]
     (site / "site-packages" / "torchs.pth").write_text(f"{torchs}\n")
     settings = (
-        "-C",
-        "cmake.define.ONEPASS_CUDA=OFF",
-        "-C",
-        "cmake.define.ONEPASS_CPU_LEVELS=baseline",
-    )
+        "-C", "cmake.define.ONEPASS_CUDA=OFF", "-C", "cmake.define.ONEPASS_CPU_LEVELS=baseline",
+    )  # fmt: skip
     run("pip", "install", "--no-deps", "--no-build-isolation", *settings, tree)
     assert "everything is in order" in run("onepass", "doctor")
     run("onepass", "bench", "norm", "--quick", "--seconds", "0.01", "--threads", "1")

@@ -8,6 +8,7 @@ own.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
@@ -30,9 +30,7 @@ def copy(tmp_path) -> Path:
     """A directory that holds a whole copy of the package, extension and libraries included."""
     package = tmp_path / "site" / "onepass"
     shutil.copytree(
-        Path(onepass.__file__).parent,
-        package,
-        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+        Path(onepass.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so")
     )
     shutil.copy(_C.__file__, package)
     shutil.copytree(_library.library_directory(), package / "_lib", dirs_exist_ok=True)
@@ -45,123 +43,119 @@ def environment(site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([os.fspath(site), *packages])}
 
 
-def run(site: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-S", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(site), cwd=site, timeout=120
-    )
-
-
-# Each in a child of a process that has imported torch, if possible: the import takes a second.
-USES = """
-import contextlib, os, signal, sys, traceback
+# Uses in children of a process that has imported torch, if possible: the import takes a second.
+SERVER = """
+import contextlib, json, os, signal, sys, traceback
 with contextlib.suppress(Exception):
     import torch
 for line in sys.stdin:
-    site, file = line.rstrip().split(os.pathsep)
-    said = os.open(file, os.O_CREAT | os.O_WRONLY)
-    for use in (
-        "import onepass",
-        "import onepass.nn",
-        "from onepass import swap",
-        "import onepass; onepass.functional.dropout",
-    ):
+    site, uses = json.loads(line)
+    ends = []
+    for number, use in enumerate(uses):
+        file = os.path.join(site, f"said {number}")
         if os.fork() == 0:
             signal.alarm(60)
-            os.dup2(said, 2)
+            said = os.open(file, os.O_CREAT | os.O_WRONLY)
+            os.dup2(said, 1), os.dup2(said, 2)
             os.chdir(site)
             sys.path.insert(0, site)
+            code = 0
             try:
                 exec(use)
+            except SystemExit as end:
+                code = end.code
             except BaseException:
                 traceback.print_exc()
-                os._exit(1)
-            os._exit(0)  # to take torch down takes half a second
+                code = 1
+            sys.stdout.flush()
+            os._exit(code)  # to take torch down takes half a second
         code = os.waitstatus_to_exitcode(os.wait()[1])
-        os.write(said, f"exit code {code}\\n".encode())
-    print(flush=True)
+        with open(file) as text:
+            ends.append((code, text.read()))
+    print(json.dumps(ends), flush=True)
 """
+
+
+def process(site: Path) -> subprocess.Popen:
+    command = [sys.executable, "-S", "-c", SERVER]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(command, env=environment(site), cwd=site, text=True, **pipes)
 
 
 @pytest.fixture(scope="module")
 def with_torch(tmp_path_factory):
     """A process that has imported torch, for all installations that have one."""
-    with process(tmp_path_factory.mktemp("nowhere"), stdin=PIPE, stdout=PIPE) as users:
+    with process(tmp_path_factory.mktemp("nowhere")) as users:
         yield users
         users.stdin.close()
 
 
-def process(site: Path, **pipes) -> subprocess.Popen:
-    command = [sys.executable, "-S", "-c", USES]
-    return subprocess.Popen(command, env=environment(site), cwd=site, text=True, **pipes)
+def used(site: Path, users: subprocess.Popen, *uses: str) -> list[tuple[int, str]]:
+    """(exit code, what is said) of each use of an installation."""
+    print(json.dumps([os.fspath(site), uses]), file=users.stdin, flush=True)
+    return json.loads(users.stdout.readline())
 
 
-def import_error(site: Path, users: subprocess.Popen | None = None) -> str:
-    """The error of every use of a broken installation; a bare import of the package succeeds."""
-    if users is None:  # torch is broken
-        with process(site, stdin=PIPE, stdout=PIPE) as users:
-            return import_error(site, users)
-    said = site / "said"
-    print(site, said, sep=os.pathsep, file=users.stdin, flush=True)
-    assert users.stdout.readline() == "\n"
-    text = said.read_text()
-    ends = re.findall(r"(?:(.*)\n)?exit code (.*)", text)
-    assert [int(code) for _, code in ends] == [0, 1, 1, 1], text
-    (message,) = {message for message, code in ends if code == "1"}
-    return message
+def command(*words: str) -> str:
+    """The use that `python -m onepass WORDS` is."""
+    run = "runpy.run_module('onepass', run_name='__main__', alter_sys=True)"
+    return f"import runpy, sys; sys.argv = {['onepass', *words]}; {run}"
 
 
-def test_the_copy_works(copy):
-    result = run(copy, "-c", "import onepass; print(onepass.__file__)")
-    assert result.stdout.startswith(os.fspath(copy)), result.stderr
+USES = ("import onepass", "import onepass.nn", "from onepass import swap")
+USES += ("import onepass; onepass.functional.dropout",)
+REINSTALL = "pip install --force-reinstall --no-deps onepass"
+LIBRARY, EXTENSION, TORCH = "onepass/_lib/libonepass_cpu.so", "onepass/_C*", "torch.py"
+BROKEN = {  # a file, the text that takes its place, what the error says
+    "library missing": (LIBRARY, None, "libonepass_cpu.so is missing from the installation"),
+    "library torn": (LIBRARY, "torn", "libonepass_cpu.so cannot be loaded under torch"),
+    "extension missing": (EXTENSION, None, "extension module for Python"),
+    "extension torn": (EXTENSION, "torn", "extension module does not work with its libraries"),
+    "torch old": (TORCH, "__version__ = '2.9.1'", "2.10 or newer, and this is torch 2.9.1"),
+    "torch older": (TORCH, "__version__ = '1.13.0+cu117'", "and this is torch 1.13.0+cu117"),
+    "torch missing": (TORCH, "raise ModuleNotFoundError(\"No module named 'torch'\")",
+                      "torch is not installed"),
+    "torch torn": (TORCH, "raise OSError('libcudart.so.12: cannot open shared object')",
+                   "torch is installed but cannot be imported (libcudart.so.12: cannot open"),
+}  # fmt: skip
 
 
-def test_missing_library(copy, with_torch):
-    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
-    message = import_error(copy, with_torch)
-    assert "libonepass_cpu.so is missing from the installation" in message
-    assert "pip install --force-reinstall --no-deps onepass" in message
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_use_but_the_import_says_what_is_broken(copy, with_torch, name):
+    part, text, message = BROKEN[name]
+    for file in list(copy.glob(part)) or [copy / part]:
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+    if part == TORCH:
+        with process(copy) as users:
+            ends = used(copy, users, *USES)
+            users.stdin.close()
+    else:
+        ends = used(copy, with_torch, *USES)
+    assert [code for code, _ in ends] == [0, 1, 1, 1], ends
+    (said,) = {text.splitlines()[-1] for code, text in ends if code}
+    assert message in said and (part == EXTENSION or os.fspath(copy) not in said)
+    if part == LIBRARY or name == "extension torn":
+        assert REINSTALL in said
+    assert ("pip install 'torch>=2.10'" in said) == (" old" in name)
 
 
-def test_library_that_does_not_load(copy, with_torch):
-    (copy / "onepass/_lib/libonepass_cpu.so").write_bytes(b"not a library")
-    message = import_error(copy, with_torch)
-    assert "libonepass_cpu.so cannot be loaded under torch" in message
-    assert "pip install --force-reinstall --no-deps onepass" in message
-    assert os.fspath(copy) not in message
-
-
-def test_missing_extension_module(copy, with_torch):
-    for path in (copy / "onepass").glob("_C*"):
-        path.unlink()
-    assert "extension module for Python" in import_error(copy, with_torch)
-
-
-@pytest.mark.parametrize("version", ["2.9.1", "1.13.0+cu117"])
-def test_torch_too_old(copy, version):
-    (copy / "torch.py").write_text(f"__version__ = {version!r}\n")
-    message = import_error(copy)
-    assert f"needs torch 2.10 or newer, and this is torch {version}" in message
-    assert "pip install 'torch>=2.10'" in message
-
-
-def test_torch_missing(copy):
-    (copy / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
-    assert "torch is not installed" in import_error(copy)
-
-
-def test_torch_that_does_not_import(copy):
-    (copy / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object')\n")
-    message = import_error(copy)
-    assert "torch is installed but cannot be imported (libcudart.so.12: cannot open" in message
-
-
-def test_extension_module_of_something_else(copy, with_torch):
-    (extension,) = (copy / "onepass").glob("_C*")
-    extension.write_bytes(b"not an extension module")
-    message = import_error(copy, with_torch)
-    assert "its extension module does not work with its libraries" in message
-    assert "pip install --force-reinstall --no-deps onepass" in message
+def test_commands_of_a_whole_and_of_a_broken_installation(copy, with_torch):
+    """An import does not look at the command line."""
+    ((_, said),) = used(copy, with_torch, "import onepass; print(onepass.__file__)")
+    assert said.startswith(os.fspath(copy))
+    (copy / LIBRARY).unlink()
+    doctor, bench, imported = used(
+        copy, with_torch, command("doctor"), command("bench"),
+        "import sys; sys.argv = sys.orig_argv = ['user.py', '-m', 'onepass']\n"
+        "import onepass; onepass.swap",
+    )  # fmt: skip
+    assert [code for code, _ in (doctor, bench, imported)] == [1, 1, 1]
+    assert "FAIL op libraries" in doctor[1] and "fix: reinstall it: pip install" in doctor[1]
+    assert "Traceback" not in doctor[1]
+    assert bench[1].strip().count("\n") == 0 and "is missing" in bench[1]
+    assert "is missing from" in imported[1].splitlines()[-1]
 
 
 def test_unknown_level_says_which_there_are():
@@ -171,30 +165,6 @@ def test_unknown_level_says_which_there_are():
     assert result.returncode == 1
     message = result.stderr.splitlines()[-1]
     assert "ONEPASS_CPU_ISA must be one of baseline" in message and "got avx1024" in message
-
-
-def test_doctor_on_a_broken_installation(copy):
-    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
-    result = run(copy, "-m", "onepass", "doctor")
-    assert result.returncode == 1
-    assert "FAIL op libraries" in result.stdout
-    assert "fix: reinstall it: pip install" in result.stdout
-    assert "Traceback" not in result.stderr
-
-
-def test_an_import_does_not_look_at_the_command_line(copy):
-    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
-    (copy / "user.py").write_text("import onepass\nonepass.swap\n")
-    for arguments in (["user.py", "-m", "onepass"], ["-m", "user", "-m", "onepass"]):
-        result = run(copy, *arguments)
-        assert result.returncode == 1 and "is missing from" in result.stderr.splitlines()[-1]
-
-
-def test_other_commands_on_a_broken_installation(copy):
-    (copy / "onepass/_lib/libonepass_cpu.so").unlink()
-    result = run(copy, "-m", "onepass", "bench")
-    assert result.returncode == 1
-    assert result.stderr.strip().count("\n") == 0 and "is missing" in result.stderr
 
 
 ROOT = Path(__file__).parents[2]
@@ -249,6 +219,9 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     assert not [
         name for name in names if not re.match(r"onepass/|onepass-[\d.]+\.dist-info/", name)
     ]
-    result = run(site, "-m", "onepass", "doctor")
+    command = [sys.executable, "-S", "-m", "onepass", "doctor"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment(site), cwd=site
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "everything is in order" in result.stdout

@@ -133,11 +133,9 @@ CASES = {
     "x-transformers: as it comes, rotary, ALiBi, relative bias, one key head": (
         BY_HAND,
         [
-            of_x_transformers(),
-            of_x_transformers(rotary_pos_emb=True),
+            of_x_transformers(), of_x_transformers(rotary_pos_emb=True),
             of_x_transformers(alibi_pos_bias=True, alibi_num_heads=2),
-            of_x_transformers(rel_pos_bias=True),
-            of_x_transformers(attn_kv_heads=1),
+            of_x_transformers(rel_pos_bias=True), of_x_transformers(attn_kv_heads=1),
         ],
     ),
     "x-transformers: sparse top k, talking heads, softclamp (TorchScript)": (

@@ -111,31 +111,6 @@ def test_verify_explain_copies_and_options():
     assert len(attentions(model, batch)) == calls - 1
 
 
-def test_checkpoints_recompute_with_it():
-    model, batch, calls = build("flux")
-    onepass.swap(model, kinds="attention")
-    expected = torch.autograd.grad(model(**batch).sample.sum(), model.x_embedder.weight)[0]
-    model.enable_gradient_checkpointing()
-    model.train()
-    got = torch.autograd.grad(model(**batch).sample.sum(), model.x_embedder.weight)[0]
-    torch.testing.assert_close(got, expected)
-
-
-def test_other_backends_are_left_alone():
-    model, batch, _ = build("flux")
-    for processor in model.attn_processors.values():
-        processor._attention_backend = dispatch.AttentionBackendName.FLEX
-    reasons = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
-    assert reasons == {
-        "its attention backend in diffusers is 'flex', which onepass does not replace"
-    }
-    for processor in model.attn_processors.values():
-        processor._attention_backend = None
-        processor._parallel_config = object()
-    (reason,) = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
-    assert reason.startswith("runs diffusers' context parallelism")
-
-
 def test_backends_that_are_chosen_after_the_swap_run(monkeypatch):
     """By `attention_backend` and by `set_attention_backend`, which takes no name from outside."""
     model, batch, calls = build("flux")
@@ -161,6 +136,11 @@ def test_backends_that_are_chosen_after_the_swap_run(monkeypatch):
     }
     with pytest.raises(ValueError, match="must be one of the following"):
         model.set_attention_backend("onepass")
+    for processor in model.attn_processors.values():
+        processor._attention_backend = None
+        processor._parallel_config = object()
+    (reason,) = {entry["reason"] for entry in onepass.swap(model, kinds="attention").skipped}
+    assert reason.startswith("runs diffusers' context parallelism")
 
 
 def test_processors_that_call_torchs_attention_themselves():

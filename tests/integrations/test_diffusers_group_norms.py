@@ -30,7 +30,6 @@ CASES = {  # arguments, and how many of the two norms are computed with silu
     "raw time": (dict(skip_time_act=True), 2),
     "scaled": (dict(output_scale_factor=1.5, groups_out=2, eps=1e-5), 2),
 }
-cases = pytest.mark.parametrize("name", CASES)
 
 
 def make(name: str, dtype=F32, **options) -> nn.Module:
@@ -78,8 +77,12 @@ def fused(run) -> int:
     return sum(call["op"] == "group_norm" and "silu" in call["arguments"] for call in calls)
 
 
-@cases
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, F32) for name in CASES]
+    + [(name, BF16) for name in ("usual", "down", "scale and shift")],
+    ids=str,
+)
 def test_values_gradients_and_the_way_back(name, dtype):
     block, stock = make(name, dtype), make(name, dtype)
     report = onepass.swap(block, kinds="norm", strict=True)

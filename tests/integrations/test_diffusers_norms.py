@@ -12,7 +12,6 @@ from torch import nn
 
 import onepass
 from onepass import _dispatch_log, numerics
-from onepass.swapping import adaptive, probe
 from tests.integrations.test_diffusers import build
 
 normalization = pytest.importorskip("diffusers.models.normalization", reason="needs diffusers")
@@ -21,11 +20,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 WIDTH, CONDITION = 32, 16
 
 
-def ids(*values):
-    return torch.tensor(values)
-
-
-LABELS = {"timestep": ids(3, 1), "class_labels": ids(0, 2)}
+LABELS = {"timestep": torch.tensor([3, 1]), "class_labels": torch.tensor([0, 2])}
 # name -> (module, class that its norm gets, arguments beside x)
 TAKEN = {
     "AdaLayerNorm": lambda n: (
@@ -137,19 +132,15 @@ def composes(module, named) -> None:
         assert torch.equal(ours, theirs) and ours.dtype is theirs.dtype
 
 
-def test_wider_conditions_are_composed():
+def test_other_shapes_and_dtypes_are_composed():
     module, named = make("AdaLayerNormZero")
-    composes(module, named | {"x": named["x"].bfloat16()})
-
-
-def test_other_shapes_are_composed():
-    module, named = make("AdaLayerNormZero")
-    composes(module, named | {"emb": named["emb"][:1]})
-    onepass.unswap(module)
-    composes(module, named | {"x": torch.randn(3, 2, 5, WIDTH)})
-
-
-def test_norms_that_compute_in_float32_are_composed_in_float64():
+    for change in (
+        {"x": named["x"].bfloat16()},  # whose conditions are wider
+        {"emb": named["emb"][:1]},
+        {"x": torch.randn(3, 2, 5, WIDTH)},
+    ):
+        composes(module, named | change)
+        onepass.unswap(module)
     composes(*make("AdaLayerNormZero in float32", F64))
     module, named = make("AdaLayerNormZero", F64)
     onepass.swap(module, kinds=("norm",))
@@ -223,58 +214,33 @@ def test_another_forward_is_found_out(error, monkeypatch):
     assert onepass.swap(normalization.AdaLayerNormZeroSingle(WIDTH)).swapped
 
 
-def test_the_module_is_only_read():
-    module, named = make("AdaLayerNormZero")
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    state, expected = torch.get_rng_state(), module(**named)
-    assert not isinstance(adaptive.prove(module, "AdaLayerNormZero"), str)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
-    assert all(map(torch.equal, module(**named), expected))
-    assert probe.attributes(module)  # the probe copies it
-
-
 def test_a_whole_model():
     """Norms of both blocks and the last one; verified in float64."""
     model, batch, _ = build("flux")
     report = onepass.swap(model, kinds=("norm",))
     taken = [e["name"] for e in report.swapped if e["to"] == "onepass modulated_layer_norm"]
     assert taken == [
-        "transformer_blocks.0.norm1",
-        "transformer_blocks.0.norm1_context",
-        "single_transformer_blocks.0.norm",
-        "norm_out",
-    ]
+        "transformer_blocks.0.norm1", "transformer_blocks.0.norm1_context",
+        "single_transformer_blocks.0.norm", "norm_out",
+    ]  # fmt: skip
     assert report.verify(batch).ok
     with torch.no_grad():
         assert norms(lambda: model(**batch)) == ["modulated_layer_norm"] * 4
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compile_fullgraph(backend):
-    torch._dynamo.reset()
-    module, named = make("AdaLayerNormZero")
-    onepass.swap(module, kinds=("norm",))
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (5, 9):
-        given = named | {"x": torch.randn(2, tokens, WIDTH)}
-        for ours, eager in zip(compiled(**given), module(**given), strict=True):
-            torch.testing.assert_close(ours, eager)
+class Doubling(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, emb):
+        return self.block(x, emb)[0] * 2
 
 
 def test_traced_by_fx():
     """A graph calls it as a whole, by its class's name as any other."""
     module, named = make("AdaLayerNormZeroSingle")
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = module
-
-        def forward(self, x, emb):
-            return self.block(x, emb)[0] * 2
-
-    model = Model()
+    model = Doubling(module)
     onepass.swap(model, kinds=("norm",))
     traced = torch.fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["block"]

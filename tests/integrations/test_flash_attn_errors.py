@@ -15,7 +15,6 @@ CU = torch.tensor([0, 5, 12], dtype=torch.int32)
 ROWS, KV_ROWS = torch.zeros(12, 4, 8), torch.zeros(12, 2, 2, 8)
 INT32 = torch.zeros(2, dtype=torch.int32)
 func, varlen = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func
-cached = flash_attn.flash_attn_with_kvcache
 
 DENSE = {
     "q must have shape (batch, seq, heads, head_dim), got (5, 4, 8)": (Q[0], K, K),
@@ -30,7 +29,7 @@ DENSE = {
 }
 
 
-def refused(text: str, op: str, error: type[Exception] = RuntimeError):
+def refused(text: str, op: str, error=RuntimeError):
     return pytest.raises(error, match=f"^{op}: {re.escape(text)}")
 
 
@@ -79,42 +78,44 @@ def test_packed_sequences(text, changes, error):
         varlen(**right | changes)
 
 
-def test_tensors_that_hold_several():
-    qkv, kv = torch.zeros(2, 5, 3, 4, 8), torch.zeros(2, 5, 2, 4, 8)
-    with refused("qkv must have dtype", "flash_attn_qkvpacked_func"):
-        flash_attn.flash_attn_qkvpacked_func(qkv.long())
-    text = "qkv must have 5 dimensions, the one before the heads of size 3, got shape (2, 5, 3, 4)"
-    with refused(text, "flash_attn_qkvpacked_func"):
-        flash_attn.flash_attn_qkvpacked_func(qkv[..., 0])
-    with refused("kv must have the batch size of q, 1, got 2", "flash_attn_kvpacked_func"):
-        flash_attn.flash_attn_kvpacked_func(Q[:1], kv)
-    with refused("kv must be a tensor, got NoneType", "flash_attn_kvpacked_func", TypeError):
-        flash_attn.flash_attn_kvpacked_func(Q, None)
-    with refused("cu_seqlens must be an int32", "flash_attn_varlen_qkvpacked_func"):
-        flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(12, 3, 4, 8), CU.long(), 7)
-    with refused("max_seqlen must be at least", "flash_attn_varlen_qkvpacked_func"):
-        flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(12, 3, 4, 8), CU, 6)
-    with refused("kv must have dtype float32 like q", "flash_attn_varlen_kvpacked_func"):
-        flash_attn.flash_attn_varlen_kvpacked_func(ROWS, KV_ROWS.double(), CU, CU, 7, 7)
+QKV, CACHE, PAGES = torch.zeros(2, 5, 3, 4, 8), torch.zeros(2, 9, 2, 8), torch.zeros(4, 8, 2, 8)
+PACKED, NEW, TABLE = torch.zeros(12, 3, 4, 8), K[:, :1], torch.zeros(2, 2, dtype=torch.int32)
+AS_USED = dict(cache_seqlens=INT32)
+OTHERS = [  # of the calls: the function, what the error says, arguments and keywords
+    ("qkvpacked_func", "qkv must have dtype", (QKV.long(),), {}),
+    ("qkvpacked_func", "qkv must have 5 dimensions, the one before the heads of size 3, got shape "
+     "(2, 5, 3, 4)", (QKV[..., 0],), {}),
+    ("qkvpacked_func", "qkv must have 5 dimensions", (QKV[:, :, :2],), {}),
+    ("kvpacked_func", "kv must have 5 dimensions", (Q, QKV), {}),
+    ("kvpacked_func", "kv must have the batch size of q, 1, got 2", (Q[:1], QKV[:, :, :2]), {}),
+    ("kvpacked_func", "kv must be a tensor, got NoneType", (Q, None), {}),
+    ("varlen_qkvpacked_func", "qkv must have 4 dimensions", (PACKED[:, :2], CU, 7), {}),
+    ("varlen_qkvpacked_func", "cu_seqlens must be an int32", (PACKED, CU.long(), 7), {}),
+    ("varlen_qkvpacked_func", "max_seqlen must be at least", (PACKED, CU, 6), {}),
+    ("varlen_kvpacked_func", "kv must have dtype float32 like q",
+     (ROWS, KV_ROWS.double(), CU, CU, 7, 7), {}),
+    ("varlen_kvpacked_func", "kv must have 4 dimensions", (ROWS, PACKED, CU, CU, 7, 7), {}),
+    ("func", "return_attn_probs must be", (Q, K, K, 0.1), dict(return_attn_probs=True)),
+    ("varlen_func", "return_attn_probs must be", (ROWS, ROWS, ROWS, CU, CU, 7, 7, 0.1),
+     dict(return_attn_probs=True)),
+    ("with_kvcache", "k must have shape (2, 1, 2, 8), got (2, 1, 1, 8)",
+     (Q, CACHE, CACHE.clone(), NEW[:, :, :1], NEW), AS_USED),
+    ("with_kvcache", "k must be given together with v, got k alone",
+     (Q, CACHE, CACHE.clone(), NEW), AS_USED),
+    ("with_kvcache", "v_cache must have shape (2, 9, 2, 8), got (2, 8, 2, 8)",
+     (Q, CACHE, CACHE[:, :8]), {}),
+    ("with_kvcache", "v_cache must have shape (4, 8, 2, 8), got (4, 8, 1, 8)",
+     (Q, PAGES, PAGES[:, :, :1]), AS_USED | dict(block_table=TABLE)),
+    ("with_kvcache", "q must have 4 dimensions, got", (Q[0], CACHE, CACHE.clone()), {}),
+    ("with_kvcache", "cache_seqlens must be a tensor, a whole number or None, got list",
+     (Q, CACHE, CACHE.clone()), dict(cache_seqlens=[1, 2])),
+]  # fmt: skip
 
 
-def test_caches():
-    cache, new = torch.zeros(2, 9, 2, 8), K[:, :1]
-    op = "flash_attn_with_kvcache"
-    with refused("k must have shape (2, 1, 2, 8), got (2, 1, 1, 8)", op):
-        cached(Q, cache, cache.clone(), new[:, :, :1], new, cache_seqlens=INT32)
-    with refused("k must be given together with v, got k alone", op, ValueError):
-        cached(Q, cache, cache.clone(), new, cache_seqlens=INT32)
-    with refused("v_cache must have shape (2, 9, 2, 8), got (2, 8, 2, 8)", op):
-        cached(Q, cache, cache[:, :8])
-    pages = torch.zeros(4, 8, 2, 8)
-    table = torch.zeros(2, 2, dtype=torch.int32)
-    with refused("v_cache must have shape (4, 8, 2, 8), got (4, 8, 1, 8)", op):
-        cached(Q, pages, pages[:, :, :1], cache_seqlens=INT32, block_table=table)
-    with refused("q must have 4 dimensions, got", op):
-        cached(Q[0], cache, cache.clone())
-    with refused("cache_seqlens must be a tensor, a whole number or None, got list", op, TypeError):
-        cached(Q, cache, cache.clone(), cache_seqlens=[1, 2])
+@pytest.mark.parametrize(("name", "text", "arguments", "named"), OTHERS)
+def test_other_calls(name, text, arguments, named):
+    with refused(text, f"flash_attn_{name}", (RuntimeError, TypeError, ValueError)):
+        getattr(flash_attn, f"flash_attn_{name}")(*arguments, **named)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import warnings
@@ -62,23 +63,19 @@ def kinds(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
 
 
-def run(module: Module, folder, *callbacks, stage: str = "fit", ckpt_path=None, **options):
+DATA = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1))
+
+
+def run(module, folder, *callbacks, stage="fit", ckpt_path=None, data=DATA, rows=2, **options):
     options = {"max_epochs": 1, **options}
-    data = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1))
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=list(callbacks),
-            **options,
-        )
+            accelerator="cpu", devices=1, default_root_dir=folder, callbacks=list(callbacks),
+            **dict.fromkeys(off, False), **options,
+        )  # fmt: skip
         getattr(trainer, stage)(module, loader, ckpt_path=ckpt_path)
     return trainer
 
@@ -100,19 +97,15 @@ def test_the_model_is_swapped_for_the_run_and_restored(stage, tmp_path, caplog):
     assert last == "the model is as it was before the run"
 
 
-def test_what_configure_model_makes_is_swapped(tmp_path):
-    module, callback = Module(), Swap()
-    run(module, tmp_path, callback)
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_configure_model_makes_is_swapped_and_restored(raises, tmp_path):
+    module, callback = Module(raises=raises), Swap()
+    with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
+        run(module, tmp_path, callback)
     assert {entry["kind"] for entry in callback.report.swapped} >= {"norm", "attention"}
-
-
-def test_a_run_that_raises_restores_too(tmp_path):
-    module = Module(raises=True)
-    module.configure_model()
-    before = kinds(module)
-    with pytest.raises(ZeroDivisionError):
-        run(module, tmp_path, Swap())
-    assert module.kinds != before and kinds(module) == before
+    stock = Module()
+    stock.configure_model()
+    assert module.kinds != kinds(module) == kinds(stock)
 
 
 def test_losses_are_as_close_to_the_truth_as_stocks(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from types import SimpleNamespace
 
@@ -50,13 +49,9 @@ def arguments(folder, **more) -> transformers.TrainingArguments:
 
 def trainer_of(model, args, optimizer=None, callback=None, **more) -> transformers.Trainer:
     trainer = transformers.Trainer(
-        model=model,
-        args=args,
-        train_dataset=Texts(),
-        optimizer_cls_and_kwargs=optimizer,
-        callbacks=[callback] if callback else None,
-        **more,
-    )
+        model=model, args=args, train_dataset=Texts(), optimizer_cls_and_kwargs=optimizer,
+        callbacks=[callback] if callback else None, **more,
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -77,23 +72,14 @@ def same(one, other) -> bool:
 
 def test_settings_are_the_arguments_own(tmp_path):
     args = arguments(tmp_path, adam_beta2=0.95, adam_epsilon=1e-6)
-    assert trainer_optimizer(args, master="fp32") == (
-        onepass.optim.AdamW,
-        dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, master="fp32"),
-    )
-    assert trainer_optimizer(args, onepass.optim.SGD, momentum=0.9) == (
-        onepass.optim.SGD,
-        dict(lr=1e-2, momentum=0.9),
-    )
+    adamw, sgd = onepass.optim.AdamW, onepass.optim.SGD
+    own = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-6, master="fp32")
+    assert trainer_optimizer(args, master="fp32") == (adamw, own)
+    assert trainer_optimizer(args, sgd, momentum=0.9) == (sgd, dict(lr=1e-2, momentum=0.9))
     assert dict(trainer_optimizer(args, lr=1.0)[1])["lr"] == 1.0
-    assert trainer_optimizer(lr=1.0) == (onepass.optim.AdamW, dict(lr=1.0))
-
-
-def test_settings_are_taken_when_the_optimizer_is_made(tmp_path):
-    """A search over hyperparameters changes the arguments between two trainings."""
-    args = arguments(tmp_path)
+    assert trainer_optimizer(lr=1.0) == (adamw, dict(lr=1.0))
     trainer = trainer_of(build("llama"), args, trainer_optimizer(args))
-    args.learning_rate = 0.5
+    args.learning_rate = 0.5  # as a search over hyperparameters does between two trainings
     assert trainer.create_optimizer().param_groups[0]["lr"] == 0.5
 
 
@@ -115,18 +101,6 @@ def test_what_the_trainer_decides_is_refused(settings, kind, message):
         trainer_optimizer(**settings)
 
 
-class Odd(nn.Module):
-    """Norms of ours, under names that do not show it."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = onepass.nn.LayerNorm(4), onepass.nn.AddLayerNorm(4)
-        self.c, self.d = onepass.nn.Linear(4, 4), onepass.nn.MultiheadAttention(4, 2)
-
-    def forward(self, labels):
-        return labels
-
-
 def decayed(model, folder, **more) -> tuple[set[str], set[str]]:
     """Names of the parameters with weight decay, and of those without."""
     optimizer = trainer_of(model, arguments(folder), **more).create_optimizer()
@@ -138,7 +112,7 @@ def decayed(model, folder, **more) -> tuple[set[str], set[str]]:
     return first, second
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_norms_and_biases_stay_without_decay(name, tmp_path):
     """Also in an optimizer that is made after the swap."""
     stock, model = build(name), build(name)
@@ -147,21 +121,21 @@ def test_norms_and_biases_stay_without_decay(name, tmp_path):
     optimizer = trainer_optimizer(lr=1e-3)
     assert decayed(model, tmp_path, optimizer=optimizer) == expected
     assert expected[0] and any("ln_1" in n or "norm" in n.lower() for n in expected[1])
-
-
-def test_modules_of_ours_have_no_decay_where_torchs_have_none(tmp_path):
-    with_decay, _ = decayed(Odd(), tmp_path, optimizer=trainer_optimizer(lr=1e-3))
+    ours = onepass.nn  # under names that do not show what they are
+    odd = nn.ModuleDict(
+        dict(a=ours.LayerNorm(4), b=ours.AddLayerNorm(4), c=ours.Linear(4, 4),
+             d=ours.MultiheadAttention(4, 2))
+    )  # fmt: skip
+    with_decay, _ = decayed(odd, tmp_path, optimizer=optimizer)
     assert with_decay == {"c.weight", "d.in_proj_weight", "d.out_proj.weight"}
 
 
 # ---------------------------------------------------------------- training
 
-STILL = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 
-
-def curve(name: str, seed: int, folder, *, ours: bool = False, double: bool = False):
+def curve(seed: int, folder, *, ours: bool = False, double: bool = False):
     """The loss of each step."""
-    model = build(name, **(STILL if name == "gpt2" else {}))
+    model = build("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     args = arguments(folder, adam_epsilon=1e-3, seed=seed, max_steps=4)
     swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
     trainer = trainer_of(model.double() if double else model, args, *swapping)
@@ -171,10 +145,9 @@ def curve(name: str, seed: int, folder, *, ours: bool = False, double: bool = Fa
     return torch.tensor(logged, dtype=torch.float64 if double else torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_losses_are_as_close_to_the_truth_as_stocks(name, tmp_path):
+def test_losses_are_as_close_to_the_truth_as_stocks(tmp_path):
     ours, ref, base = (
-        [curve(name, seed, tmp_path, **how) for seed in range(8)]
+        [curve(seed, tmp_path, **how) for seed in range(8)]
         for how in (dict(ours=True), dict(double=True), {})
     )
     assert min(float(losses[0] - losses[-1]) for losses in ref) > 0.1  # it trains
@@ -324,11 +297,9 @@ def test_recomputed_layers_keep_attention(kept, tmp_path):
     """`activation_checkpointing` with a context of torch's."""
     more = {"context_fn": lambda: create_selective_checkpoint_contexts(onepass.sac_ops())}
     args = arguments(
-        tmp_path,
-        max_steps=1,
-        activation_checkpointing=True,
+        tmp_path, max_steps=1, activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False, **(more if kept else {})},
-    )
+    )  # fmt: skip
     with _dispatch_log.record() as calls:
         trainer_of(build("llama"), args, callback=SwapCallback()).train()
     assert [call["op"] for call in calls].count("attention") == (2 if kept else 4)
@@ -395,16 +366,3 @@ def test_adapters_of_peft_train_and_resume(tmp_path):
         for name in ("stock", "ours")
     ]
     assert files[0].keys() == files[1].keys() and len(files[0]) == 8
-
-
-def test_checkpoints_are_those_of_stock(tmp_path):
-    folders = []
-    for callback in (None, SwapCallback()):
-        folders.append(tmp_path / str(callback is None))
-        args = arguments(folders[-1], save_strategy="steps", save_steps=1, max_steps=1)
-        trainer_of(build("llama"), args, callback=callback).train()
-    weights = [safetensors.load_file(f / "checkpoint-1/model.safetensors") for f in folders]
-    configs = [json.loads((f / "checkpoint-1/config.json").read_text()) for f in folders]
-    assert weights[0].keys() == weights[1].keys() and configs[0] == configs[1]
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[1] / "checkpoint-1")
-    assert implementations(loaded) == ["sdpa"]

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 from onepass.integrations.transformers import SwapCallback
 from onepass.integrations.transformers.lazy_logits import LazyLogits
-from tests.integrations.test_trainer import arguments, trainer_of
+from tests.integrations.test_trainer import Texts, arguments, trainer_of
 
 
 @pytest.fixture(autouse=True)
@@ -63,41 +63,32 @@ def test_training(options, tmp_path):
     numerics.assert_close(found, ref.double(), base)
 
 
-def test_smoothed_labels_read_logits(tmp_path):
-    """The Trainer computes that loss itself, and passes no labels to the model."""
+class Reading(transformers.Trainer):
+    """With a loss of its own, and metrics, which read logits though the model is given labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        output = model(**inputs)
+        output.logits[:, :-1].argmax(-1)
+        entropy = output.logits.float().softmax(-1).square().sum(-1).mean()
+        loss = output.loss + 0.1 * entropy
+        return (loss, output) if return_outputs else loss
+
+
+@pytest.mark.parametrize("cls", [transformers.Trainer, Reading])
+def test_losses_that_read_logits(cls, tmp_path):
+    """The Trainer itself computes that of smoothed labels, and passes the model none."""
     stock = llama()
     model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     onepass.swap(model, lazy_logits=True)
-    waited, args = watched(model), arguments(tmp_path, label_smoothing_factor=0.1)
-    found, ref, base = (losses(trainer_of(m, args)) for m in (model, exact, stock))
-    assert waited and not any(waited)
-    numerics.assert_close(found, ref.double(), base)
-
-
-def test_a_loss_of_the_trainers_own_and_metrics_in_training(tmp_path):
-    """They read logits, though the model is given labels."""
-    stock = llama()
-    model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    onepass.swap(model, lazy_logits=True)
-    read = []
-
-    class Reading(transformers.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **options):
-            output = model(**inputs)
-            read.append(output.logits[:, :-1].argmax(-1))
-            entropy = output.logits.float().softmax(-1).square().sum(-1).mean()
-            loss = output.loss + 0.1 * entropy
-            return (loss, output) if return_outputs else loss
+    waited = watched(model)
+    args = arguments(tmp_path, label_smoothing_factor=0.1 * (cls is not Reading))
 
     def run(m):
-        args = arguments(tmp_path)
-        dataset = trainer_of(m, args).train_dataset
-        trainer = Reading(model=m, args=args, train_dataset=dataset)
-        return losses(trainer)
+        return losses(cls(model=m, args=args, train_dataset=Texts()))
 
     found, ref, base = map(run, (model, exact, stock))
+    assert waited and any(waited) is (cls is Reading)  # there they are read afterwards
     numerics.assert_close(found, ref.double(), base)
-    assert torch.equal(read[0], read[2 * len(found)])
 
 
 def test_metrics_of_an_evaluation(tmp_path):

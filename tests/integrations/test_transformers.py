@@ -306,19 +306,6 @@ def test_a_mask_for_other_keys_is_refused():
             )
 
 
-def test_compiled_steps_with_a_mask():
-    """As a static cache makes them: heads that share keys are rows there too."""
-    torch._dynamo.reset()
-    function = torch.compile(attention.attention_forward, fullgraph=True, backend="aot_eager")
-    query, key, value = qkv(kv_heads=2, seq_q=1, seq_k=9)
-    mask = band(1, 9)
-    with torch.no_grad():
-        (y, _), ops = run(function, Caller(2), query, key, value, mask)
-        expected, _ = attention.attention_forward(Caller(2), query, key, value, mask)
-    assert ops == ["attention"]
-    torch.testing.assert_close(y, expected)
-
-
 def test_export():
     model = build("llama")
     integration.attach(model)

@@ -85,24 +85,6 @@ def test_copies_are_attached_and_detach_by_themselves():
         assert torch.equal(twin(IDS).logits, expected)
 
 
-def test_a_pickled_model_registers_where_it_is_loaded(tmp_path):
-    model = build("llama")
-    integration.attach(model)
-    torch.save(model, tmp_path / "model.pt")
-    torch.save(model(IDS).logits, tmp_path / "logits.pt")
-    code = f"""
-import torch
-model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-expected = torch.load({str(tmp_path / "logits.pt")!r})
-ids = torch.arange(24).reshape(2, 12) * 7 % 29 + 2
-torch.testing.assert_close(model(ids).logits, expected)
-import onepass.integrations.transformers as integration
-integration.detach(model)
-assert model.config._attn_implementation == "sdpa"
-"""
-    fresh.run(code, check=True)
-
-
 def test_lora():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
@@ -220,85 +202,67 @@ def test_what_is_no_model_of_transformers_is_refused(call):
             call(model)
 
 
-def unsupported(name):
-    if name == "falcon":
-        config = transformers.FalconConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
-        )
-        return transformers.FalconModel(config).eval()
-    if name == "mpt":
-        config = transformers.MptConfig(vocab_size=32, d_model=16, n_layers=2, n_heads=2)
-        return transformers.MptModel(config).eval()
-    config = transformers.SplinterConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, question_token_id=3,
-    )  # fmt: skip
-    return transformers.SplinterModel(config).eval()
+SMALL = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+NO_REGISTRY = "takes no attention from transformers' registry"
+UNSUPPORTED = {  # the model, the settings of its config, the reason
+    "Falcon": (SMALL, NO_REGISTRY),
+    "Mpt": (dict(vocab_size=32, d_model=16, n_layers=2, n_heads=2), NO_REGISTRY),
+    "Splinter": (
+        dict(SMALL, intermediate_size=16, question_token_id=3),
+        "transformers vouches for its eager attention alone",
+    ),
+    "MiniMaxM3VLText": (
+        dict(
+            vocab_size=32, hidden_size=32, intermediate_size=48, dense_intermediate_size=32,
+            shared_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, rotary_dim=8, index_n_heads=2, index_head_dim=8,
+            index_block_size=2, index_topk_blocks=2, num_local_experts=4, num_experts_per_tok=2,
+            pad_token_id=0, layer_types=["full_attention", "minimax_m3_sparse"],
+        ),
+        "selects blocks of keys",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, reason",
-    [
-        ("falcon", "takes no attention from transformers' registry"),
-        ("mpt", "takes no attention from transformers' registry"),
-        ("splinter", "transformers vouches for its eager attention alone"),
-    ],
-)
-def test_models_that_take_no_attention_from_outside_are_reported(name, reason):
-    model = unsupported(name)
-    before, expected = implementations(model), model(IDS).last_hidden_state
+def unsupported(name: str):
+    config = getattr(transformers, f"{name}Config")(**UNSUPPORTED[name][0])
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_models_that_take_no_attention_from_outside_are_reported(name):
+    model, reason = unsupported(name), UNSUPPORTED[name][1]
+    before = implementations(model)
+    expected = None if name == "MiniMaxM3VLText" else model(IDS).last_hidden_state
     report = integration.attach(model)
     assert not report.attached and report.skipped[0]["reason"].startswith(reason)
     assert implementations(model) == before
-    assert torch.equal(model(IDS).last_hidden_state, expected)
+    assert expected is None or torch.equal(model(IDS).last_hidden_state, expected)
     with pytest.raises(RuntimeError, match="must be attached whole under strict, got .*" + reason):
         integration.attach(model, strict=True)
     assert integration.detach(model) == []
+    if name == "Falcon":
+        reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
+        assert "onepass.swap(model) makes it run" in reasons["h.0.self_attention"]
+        onepass.swap(model)
+        assert len(run(model, IDS)[1]) == 2
 
 
-def test_models_that_select_blocks_of_keys_are_reported():
-    config = transformers.MiniMaxM3VLTextConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=48, dense_intermediate_size=32,
-        shared_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, rotary_dim=8, index_n_heads=2, index_head_dim=8,
-        index_block_size=2, index_topk_blocks=2, num_local_experts=4, num_experts_per_tok=2,
-        pad_token_id=0, layer_types=["full_attention", "minimax_m3_sparse"],
-    )  # fmt: skip
-    model = transformers.MiniMaxM3VLTextModel(config)
-    before = implementations(model)
-    report = integration.attach(model)
-    assert not report.attached and "blocks of keys" in report.skipped[0]["reason"]
-    assert implementations(model) == before
-
-
-def test_models_on_eager_alone_that_nobody_has_looked_at_are_reported(monkeypatch):
+def test_models_of_newer_versions_are_reported(monkeypatch):
+    """One on eager attention that nobody has looked at; one with an "sdpa" of its own."""
     model = build("gemma2")
     monkeypatch.setattr(model.config, "model_type", "gemma9", raising=False)
     report = integration.attach(model)
     assert not report.attached and "eager attention alone" in report.skipped[0]["reason"]
-
-
-def test_models_with_an_sdpa_of_their_own_are_reported(monkeypatch):
-    model = build("llama")
-    own = transformers.AttentionInterface()
+    model, own = build("llama"), transformers.AttentionInterface()
     own["sdpa"] = None
-    module = sys.modules[type(model).__module__]
-    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", own)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", own)
     report = integration.attach(model)
     assert not report.attached and "attention of its own" in report.skipped[0]["reason"]
 
 
-def test_falcon_and_its_like_are_swaps():
-    model = unsupported("falcon")
-    report = integration.attach(model)
-    reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
-    assert "onepass.swap(model) makes it run" in reasons["h.0.self_attention"]
-    onepass.swap(model)
-    assert len(run(model, IDS)[1]) == 2
-
-
 def test_strict_leaves_the_model_as_it_was():
-    model = nn.ModuleList([build("llama"), unsupported("mpt")])
+    model = nn.ModuleList([build("llama"), unsupported("Mpt")])
     before = implementations(model)
     with pytest.raises(RuntimeError, match="'1': takes no attention"):
         integration.attach(model, strict=True)
@@ -321,14 +285,10 @@ def test_a_device_without_kernels_is_refused(monkeypatch):
 
 
 def test_meta_models_are_attached():
+    config = transformers.LlamaConfig(**cases.MODELS["llama"][1])
     with torch.device("meta"):
-        model = build_on_meta()
+        model = transformers.LlamaForCausalLM(config)
     assert len(integration.attach(model).attached) == 2
-
-
-def build_on_meta():
-    cls, config, settings = cases.MODELS["llama"]
-    return getattr(transformers, cls)(getattr(transformers, config)(**settings))
 
 
 # ---------------------------------------------------------------- swap, verify, explain
@@ -357,7 +317,7 @@ def test_swap_and_attach_in_either_order(swap_first):
     assert torch.equal(model(IDS).logits, stock(IDS).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama"])
 def test_verify_compares_with_the_attention_from_before(name, monkeypatch):
     model = build(name)
     report = onepass.swap(model)
@@ -386,14 +346,6 @@ def test_verify_compares_with_the_attention_from_before(name, monkeypatch):
 
     monkeypatch.setitem(functions, "onepass", wrong)
     assert not report.verify(batch).ok and not attached.verify(batch).ok
-
-
-def test_verify_of_what_is_not_attached_any_more():
-    model = build("llama")
-    attached = integration.attach(model)
-    integration.detach(model)
-    with pytest.raises(RuntimeError, match="verify: model must be attached"):
-        attached.verify(IDS)
 
 
 def test_what_swap_is_told_to_leave_is_not_listed_as_swapped():
@@ -440,19 +392,9 @@ def test_onepass_and_swap_import_nothing_of_transformers():
     fresh.run(code, check=True)
 
 
-def test_a_missing_or_old_transformers_is_named():
-    result = fresh.run(
-        "import sys; sys.modules['transformers'] = None; import onepass.integrations.transformers"
-    )
-    assert "the package transformers is not installed: pip install transformers" in result.stderr
+def test_an_old_transformers_is_named():
     result = fresh.run(
         "import sys, types; old = sys.modules['transformers'] = types.ModuleType('transformers')\n"
         "old.__version__ = '4.40'; import onepass.integrations.transformers"
     )
     assert "must have AttentionMaskInterface, got version 4.40" in result.stderr
-
-
-def test_public_names_are_documented():
-    assert integration.__all__ == sorted(integration.__all__)
-    for name in set(integration.__all__) - {"NAME"}:
-        assert getattr(integration, name).__doc__

@@ -39,13 +39,9 @@ LEAST = dict(small_calls.LEAST_ACTIVATION)  # a fixture of all tests removes the
 # Names that transformers asks for and onepass has nothing for, or nothing faster:
 # docs/integrations/kernels.md.
 WITHOUT = {
-    "GeLU",
-    "MultiScaleDeformableAttention",
-    "SoftmaxTopKRouter",
-    "MegaBlocksMoeMLP",
-    "Qwen3_5GatedDeltaNet",
-    "EsmFold2TriangleMultiplication",
-}
+    "GeLU", "MultiScaleDeformableAttention", "SoftmaxTopKRouter", "MegaBlocksMoeMLP",
+    "Qwen3_5GatedDeltaNet", "EsmFold2TriangleMultiplication",
+}  # fmt: skip
 installed = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the package kernels is not installed"
 )
@@ -78,19 +74,9 @@ NORMS = {
 def test_norms(name, dtype):
     norm = norm_of(name).to(dtype)
     forward = MethodType(NORMS[name].forward, norm)
-    x = torch.randn(50, 24, dtype=dtype, requires_grad=True)
+    x = torch.randn(50, 24, dtype=dtype)
     assert ops(lambda: forward(x)) == ["rms_norm"]
-    x64 = x.detach().double().requires_grad_()
-    exact = kernels_reference(norm, x64)
-    results = forward(x), exact, norm(x)
-    numerics.assert_close(*results)
-    upstream = torch.randn(50, 24, dtype=torch.float64)
-    numerics.assert_close(
-        *(
-            torch.autograd.grad(y, leaf, upstream.to(y.dtype))[0]
-            for y, leaf in zip(results, (x, x64, x), strict=True)
-        )
-    )
+    assert_same(forward, partial(kernels_reference, norm), norm, (x,))
 
 
 def kernels_reference(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -123,16 +109,16 @@ def test_gated_norms(name, dtype):
     assert not ops(lambda: forward(x, wide)) and torch.equal(forward(x, wide), norm(x, wide))
 
 
-def assert_same(forward, exact, stock, inputs) -> None:
-    """Results, and gradients of the inputs."""
+def assert_same(forward, exact, stock, inputs, result: torch.dtype | None = None) -> None:
+    """Results, and gradients of the inputs. `result`: the dtype of both, if it is another."""
     dtype = inputs[0].dtype
     runs = []
     for function, wide in ((forward, dtype), (exact, torch.float64), (stock, dtype)):
         leaves = [x.detach().to(wide).requires_grad_() for x in inputs]
         y = function(*leaves)
-        assert y.dtype is wide
+        assert y.dtype is (wide if result is None or function is exact else result)
         upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        runs.append([y.detach(), *torch.autograd.grad(y, leaves, upstream.to(wide))])
+        runs.append([y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))])
     for found in zip(*runs, strict=True):
         numerics.assert_close(*found)
 
@@ -223,26 +209,19 @@ def test_linear_layers(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_loss(dtype):
-    func = nn.Module()
-    forward = MethodType(kernels.ForCausalLMLoss.forward, func)
     logits, labels = torch.randn(3, 20, 64, dtype=dtype), torch.randint(64, (3, 20))
     labels[:, :4] = -100
+    forward = MethodType(kernels.ForCausalLMLoss.forward, nn.Module())
     assert ops(lambda: forward(logits, labels, 64)) == ["cross_entropy"]
-    runs = []
-    for function, wide in ((forward, dtype), (theirs, torch.float64), (theirs, dtype)):
-        leaf = logits.to(wide).requires_grad_()
-        loss = function(leaf, labels, 64, num_items_in_batch=torch.tensor(9))
-        runs.append([loss.detach(), *torch.autograd.grad(loss, leaf)])
-    for found in zip(*runs, strict=True):
-        numerics.assert_close(*found)
 
+    def exact(logits):
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), shifted, reduction="sum") / 9
 
-def theirs(logits, labels, vocab_size, **named):
-    if logits.dtype is not torch.float64:
-        return ForCausalLMLoss(logits, labels, vocab_size, **named)
-    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
-    rows = logits.flatten(0, 1)
-    return nn.functional.cross_entropy(rows, shifted, reduction="sum") / named["num_items_in_batch"]
+    def loss_by(function):
+        return lambda logits: function(logits, labels, 64, num_items_in_batch=torch.tensor(9))
+
+    assert_same(loss_by(forward), exact, loss_by(ForCausalLMLoss), (logits,), torch.float32)
 
 
 def test_what_no_norm_of_that_name_says_is_the_models_own():
@@ -449,28 +428,21 @@ def test_without_the_package():
 
 @installed
 def test_with_a_version_that_transformers_does_not_take(monkeypatch):
-    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(import_utils, "is_kernels_available", bool)
     found = importlib.metadata.version("kernels")
     with pytest.raises(ImportError, match=rf"kernels must be of a version .*, got {found}"):
         register_kernels()
 
 
-def test_without_a_mapping_that_can_be_extended(monkeypatch):
-    """As transformers was before 5.23."""
-    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: True)
-    monkeypatch.delattr(hub_kernels, "get_kernel_mapping_transformers", raising=False)
-    with pytest.raises(ImportError, match="transformers must have a mapping"):
-        register_kernels()
-
-
-def test_with_kernels_turned_off(monkeypatch):
+def test_what_cannot_be_registered(monkeypatch):
+    """As transformers was before 5.23; where kernels are turned off; other devices."""
+    with pytest.raises(ValueError, match="devices must be of"):
+        register_kernels(("xpu",))
     monkeypatch.setattr(import_utils, "is_kernels_available", lambda: True)
     monkeypatch.setattr(hub_kernels, "get_kernel_mapping_transformers", dict, raising=False)
     monkeypatch.setattr(hub_kernels, "_kernels_enabled", False)
     with pytest.raises(ImportError, match="USE_HUB_KERNELS must not turn kernels off"):
         register_kernels()
-
-
-def test_devices_are_of_two():
-    with pytest.raises(ValueError, match="devices must be of"):
-        register_kernels(("xpu",))
+    monkeypatch.delattr(hub_kernels, "get_kernel_mapping_transformers")
+    with pytest.raises(ImportError, match="transformers must have a mapping"):
+        register_kernels()

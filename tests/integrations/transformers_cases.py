@@ -43,79 +43,55 @@ _WINDOWED = dict(_GROUPED, head_dim=8, sliding_window=5)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, experts_implementation="eager")
 _COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
 
-# name: (class of the model, class of its config, settings); models that run on "sdpa"
+# name: (class of the model, settings of its config); models that run on "sdpa"
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    "llama": ("LlamaForCausalLM", _GROUPED),
     "gpt2": (
         "GPT2LMHeadModel",
-        "GPT2Config",
         dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     ),
-    "mistral": ("MistralForCausalLM", "MistralConfig", dict(_GROUPED, sliding_window=5)),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", dict(_GROUPED, head_dim=8)),
-    "phi": ("PhiForCausalLM", "PhiConfig", _GROUPED),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
+    "mistral": ("MistralForCausalLM", dict(_GROUPED, sliding_window=5)),
+    "qwen3": ("Qwen3ForCausalLM", dict(_GROUPED, head_dim=8)),
+    "phi": ("PhiForCausalLM", _GROUPED),
+    "gpt_neox": ("GPTNeoXForCausalLM", _SMALL),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT),
     "deepseek_v32": (
         "DeepseekV32ForCausalLM",
-        "DeepseekV32Config",
         dict(_LATENT, index_topk=4, index_n_heads=2, index_head_dim=16),
     ),
-    "bert": ("BertForMaskedLM", "BertConfig", _SMALL),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", _SMALL),
-    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
-    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", _T5),
-    "bart": ("BartForConditionalGeneration", "BartConfig", _SEQ_TO_SEQ),
+    "bert": ("BertForMaskedLM", _SMALL),
+    "roberta": ("RobertaForMaskedLM", _SMALL),
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "umt5": ("UMT5ForConditionalGeneration", _T5),
+    "bart": ("BartForConditionalGeneration", _SEQ_TO_SEQ),
     "whisper": (
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         dict(_SEQ_TO_SEQ, num_mel_bins=8, max_source_positions=10, suppress_tokens=None),
     ),
-    "vit": ("ViTModel", "ViTConfig", _VISION),
-    "clip": (
-        "CLIPModel",
-        "CLIPConfig",
-        dict(text_config=dict(_SMALL, eos_token_id=1), vision_config=_VISION),
-    ),
-    "siglip": ("SiglipModel", "SiglipConfig", dict(text_config=_SMALL, vision_config=_VISION)),
+    "vit": ("ViTModel", _VISION),
+    "clip": ("CLIPModel", dict(text_config=dict(_SMALL, eos_token_id=1), vision_config=_VISION)),
+    "siglip": ("SiglipModel", dict(text_config=_SMALL, vision_config=_VISION)),
 }
 # models that transformers runs on "eager" alone
 EAGER = {
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        dict(_WINDOWED, attn_logit_softcapping=2.0),
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
-    ),
-    "vaultgemma": (
-        "VaultGemmaForCausalLM",
-        "VaultGemmaConfig",
-        dict(_WINDOWED, attn_logit_softcapping=2.0),
-    ),
+    "gemma2": ("Gemma2ForCausalLM", dict(_WINDOWED, attn_logit_softcapping=2.0)),
+    "gpt_oss": ("GptOssForCausalLM", dict(_WINDOWED, **_EXPERTS, num_local_experts=4)),
+    "vaultgemma": ("VaultGemmaForCausalLM", dict(_WINDOWED, attn_logit_softcapping=2.0)),
     "t5gemma": (
         "T5GemmaForConditionalGeneration",
-        "T5GemmaConfig",
         dict(
             encoder=dict(_WINDOWED, attn_logit_softcapping=2.0),
-            decoder=dict(_WINDOWED, attn_logit_softcapping=2.0),
-            vocab_size=32,
-            pad_token_id=0,
+            decoder=dict(_WINDOWED, attn_logit_softcapping=2.0), vocab_size=32, pad_token_id=0,
         ),
     ),
-    "flint": ("FlintForCausalLM", "FlintConfig", dict(_WINDOWED, **_EXPERTS, num_experts=4)),
-    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig", _WINDOWED),
+    "flint": ("FlintForCausalLM", dict(_WINDOWED, **_EXPERTS, num_experts=4)),
+    "granite_swa": ("GraniteSWAForCausalLM", _WINDOWED),
     "granitemoe_swa": (
         "GraniteMoeSWAForCausalLM",
-        "GraniteMoeSWAConfig",
         dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
     ),
     "mimo_v2_flash": (
         "MiMoV2FlashForCausalLM",
-        "MiMoV2FlashConfig",
         dict(
             _WINDOWED, **_EXPERTS, n_routed_experts=4, v_head_dim=12, swa_num_key_value_heads=4,
             swa_num_attention_heads=4, swa_head_dim=8, swa_v_head_dim=12,
@@ -123,24 +99,18 @@ EAGER = {
     ),
     "openai_privacy_filter": (
         "OpenAIPrivacyFilterForTokenClassification",
-        "OpenAIPrivacyFilterConfig",
         dict(_WINDOWED, **_EXPERTS, num_local_experts=4),
     ),
-    "hy_v4": (
-        "HYV4ForCausalLM",
-        "HYV4Config",
-        dict(_LATENT, index_topk=4, index_n_heads=2, index_head_dim=16),
-    ),
+    "hy_v4": ("HYV4ForCausalLM", dict(_LATENT, index_topk=4, index_n_heads=2, index_head_dim=16)),
     "deepseek_v4": (
         "DeepseekV4ForCausalLM",
-        "DeepseekV4Config",
         dict(
             _SMALL, **_EXPERTS, head_dim=16, q_lora_rank=16, n_routed_experts=4, sliding_window=5,
             o_groups=2, o_lora_rank=8, index_n_heads=2, index_head_dim=16, index_topk=2,
             layer_types=_COMPRESSED, compress_rates=dict(zip(_COMPRESSED, (2, 4), strict=True)),
         ),
     ),
-    "videoprism_text_model": ("VideoPrismTextModel", "VideoPrismTextConfig", _SMALL),
+    "videoprism_text_model": ("VideoPrismTextModel", _SMALL),
 }  # fmt: skip
 MODELS.update(EAGER)
 ENCODER_DECODER = ("t5", "umt5", "t5gemma", "bart", "whisper")
@@ -148,10 +118,10 @@ ENCODER_DECODER = ("t5", "umt5", "t5gemma", "bart", "whisper")
 
 def build(name: str, **more):
     """A model in eval mode, the same one each time."""
-    cls, config, settings = MODELS[name]
-    config = getattr(transformers, config)(**{**settings, **more})
+    cls, settings = MODELS[name]
+    cls = getattr(transformers, cls)
     torch.manual_seed(0)
-    model = getattr(transformers, cls)(config).eval()
+    model = cls(cls.config_class(**{**settings, **more})).eval()
     with torch.no_grad():  # attention weights far from uniform, and biases with an effect
         for parameter in model.parameters():
             random = torch.randn(parameter.shape)
