@@ -15,7 +15,7 @@ from onepass import numerics
 from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
-from tests.swap.same_model import assert_computes_the_same, per_sample
+from tests.swap.same_model import assert_computes_the_same
 
 pytestmark = pytest.mark.usefixtures("slow_products")
 
@@ -47,36 +47,6 @@ def test_a_note_says_of_the_others_why(monkeypatch):
     assert [entry["reason"].kind for entry in listed.skipped] == [
         Reason.AS_FAST, Reason.EXCLUDED, Reason.AS_FAST
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_swapped_and_back(dtype):
-    stock = model().to(dtype)
-    ours = copy.deepcopy(stock)
-    report = swap(ours)
-    assert [entry["name"] for entry in report.swapped] == ["0", "2"]
-    assert isinstance(ours[0], onepass.nn.Linear) and isinstance(ours[0], nn.Linear)
-    assert ours.state_dict().keys() == stock.state_dict().keys()
-    x = torch.randn(30, 24, dtype=dtype)
-    assert_computes_the_same(ours, stock, x)
-    (call,) = onepass.explain(ours[0], x).calls
-    assert call["kernel"] == "linear_kernel"
-    onepass.unswap(ours)
-    assert type(ours[0]) is type(ours[2]) is nn.Linear
-    assert torch.equal(ours(x), stock(x))
-
-
-def test_gradients_are_those_of_the_numerics_rule():
-    stock = model()
-    ours, wide = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    swap(ours)
-    x = torch.randn(64, 24)
-    for one in (stock, ours, wide):
-        one(x.to(next(one.parameters()).dtype)).square().sum().backward()
-    for ref, base, got in zip(
-        wide.parameters(), stock.parameters(), ours.parameters(), strict=True
-    ):
-        numerics.assert_close(got.grad, ref.grad, base.grad)
 
 
 def test_an_exported_program_does_not_ask_for_them(monkeypatch):
@@ -123,35 +93,6 @@ def test_what_is_left_as_it_is():
         "lazy": Reason.PARAMETER_CLASS,
     }
     assert type(own.subclass).__name__ == "Subclass" and isinstance(own.subclass, Subclass)
-
-
-def test_tied_weights_hooks_and_pickles():
-    tied = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False))
-    tied[1].weight = tied[0].weight
-    called = []
-    tied[1].register_forward_hook(lambda *_: called.append(1))
-    swap(tied)
-    tied(torch.tensor([3, 4])).sum().backward()
-    assert tied[1].weight is tied[0].weight and called == [1]
-    one = nn.Linear(8, 3)
-    swap(one)
-    again = pickle.loads(pickle.dumps(one))
-    x = torch.randn(2, 8)
-    assert type(again) is type(one) and torch.equal(again(x), one(x))
-
-
-def test_under_autocast_and_compiled():
-    stock = model()
-    ours = copy.deepcopy(stock)
-    swap(ours)
-    x = torch.randn(6, 24)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours(x).dtype is stock(x).dtype is torch.bfloat16
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (6, 9):
-        x = torch.randn(rows, 24)
-        torch.testing.assert_close(compiled(x), ours(x))
 
 
 # ---- calls whose products torch computes as fast -------------------------------------------------
@@ -376,15 +317,6 @@ def test_a_weight_that_is_not_there_yet():
 # ---- torch.func, forward mode --------------------------------------------------------------------
 
 
-def test_per_sample_gradients_are_torchs():
-    stock = model()
-    ours = copy.deepcopy(stock)
-    swap(ours)
-    x = torch.randn(5, 24)
-
-    assert all(map(torch.equal, per_sample(ours, x), per_sample(stock, x)))
-
-
 @pytest.mark.parametrize("transformed", ["grad", "vmap", "per sample"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_compiled_transforms_are_torchs(transformed, layers):
@@ -412,14 +344,6 @@ def test_compiled_transforms_are_torchs(transformed, layers):
     torch.testing.assert_close(compiled(), run(stock))
 
 
-def test_forward_mode_is_torchs():
-    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.0))
-    ours = copy.deepcopy(stock)
-    assert len(onepass.swap(ours).swapped) == 3
-    x = torch.randn(8)
-    assert torch.equal(torch.func.jacfwd(ours)(x), torch.func.jacfwd(stock)(x))
-
-
 # ---- whole models --------------------------------------------------------------------------------
 
 
@@ -438,18 +362,6 @@ def test_an_encoder_and_its_fast_path(nested, grad):
     with torch.set_grad_enabled(grad):
         got, expected = (m(x, src_key_padding_mask=padding) for m in (ours, stock))
     torch.testing.assert_close(got[~padding], expected[~padding])
-
-
-def test_checkpointing_and_autocast_in_training():
-    block = nn.Sequential(nn.LayerNorm(16), *(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 16))
-    onepass.swap(block)
-    x = torch.randn(8, 16, requires_grad=True)
-    gradients = []
-    for run in (block, lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run(x)
-        gradients.append(torch.autograd.grad(y.float().square().sum(), [x, *block.parameters()]))
-    assert all(map(torch.equal, *gradients))
 
 
 LLAMA = dict(
