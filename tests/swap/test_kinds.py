@@ -325,8 +325,11 @@ def test_on_meta_and_loaded_later(name):
     assert torch.equal(late(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize("name", [*KINDS, "adaptive norm", "resnet block"])
+@pytest.mark.parametrize(
+    "name", ["GammaBeta", "gated: silu", "rotary: Attention", "adaptive norm", "resnet block"]
+)
 def test_torchs_default_device_changes_nothing(name):
+    """Where swap tries modules on small tensors of its own."""
     case, model, stock = of_case(name)
     inputs = case.inputs(3)
     with torch.device("meta"):
