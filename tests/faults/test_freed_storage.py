@@ -176,7 +176,8 @@ def test_tensors_without_elements_need_none():
     assert OPS.gradient_norm([empty, torch.ones(4)]) == 2
 
 
-def test_a_step_of_an_optimizer():
+@pytest.mark.parametrize("freed", ["params", "gradients"])
+def test_a_step_of_an_optimizer(freed):
     parameters = [torch.nn.Parameter(torch.randn(8)) for _ in range(2)]
     optimizer = onepass.optim.AdamW(parameters)
     for parameter in parameters:
@@ -184,8 +185,9 @@ def test_a_step_of_an_optimizer():
     optimizer.step()
     before = parameters[0].detach().clone()
     state = {k: v.clone() for k, v in optimizer.state[parameters[0]].items()}
-    parameters[1].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="AdamW: params must have memory, got shape"):
+    tensor = parameters[1] if freed == "params" else parameters[1].grad
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"{freed} must have memory"):
         optimizer.step()
     assert torch.equal(parameters[0], before)
     for name, was in state.items():

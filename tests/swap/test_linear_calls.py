@@ -95,29 +95,6 @@ def test_a_head_tied_to_an_embedding():
 # ---- the rule ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "facts", "gains"),
-    [
-        (torch.float32, SLOW, True),
-        (torch.float32, FAST, False),
-        (torch.bfloat16, FAST._replace(bfloat16=False), True),
-        (torch.bfloat16, FAST, False),
-        (torch.float64, SLOW, False),
-    ],
-    ids=str,
-)
-def test_the_rule_is_that_of_linear_layers(dtype, facts, gains, monkeypatch):
-    set_facts(monkeypatch, facts)
-    model = nn.Sequential(Plain().to(dtype), nn.Linear(16, 16, dtype=dtype))
-    report = swap(model, strict=True)
-    assert len(report.swapped) == (2 if gains else 0)
-    kinds = {(entry["name"], entry["reason"].kind) for entry in report.skipped}
-    assert kinds == (set() if gains else {("0", Reason.AS_FAST), ("1", Reason.AS_FAST)})
-    onepass.unswap(model)
-    notes = " ".join(onepass.swap(model).notes)
-    assert ("2 linear layers keep torch's products" in notes) is not gains
-
-
 def test_the_dtype_at_the_call_decides(monkeypatch):
     set_facts(monkeypatch, SLOW._replace(bfloat16=True))
     model, x = Plain(), torch.randn(4, 16)
@@ -128,14 +105,6 @@ def test_the_dtype_at_the_call_decides(monkeypatch):
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
             assert not count(lambda: model.bfloat16()(x[:1].bfloat16()))
-
-
-def test_small_products_beside_onednn_gain_in_layers_alone(monkeypatch):
-    """In a redirected forward each torch function takes longer, by more than the products gain."""
-    set_facts(monkeypatch, SLOW._replace(bfloat16=True))
-    model = nn.Sequential(Plain(), nn.Linear(16, 16)).bfloat16()
-    report = swap(model, strict=True)
-    assert [entry["name"] for entry in report.swapped] == ["1"]
 
 
 def test_small_calls_run_their_own_forward(one_thread, monkeypatch):

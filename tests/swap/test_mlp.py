@@ -204,7 +204,7 @@ def test_small_calls_are_torchs(monkeypatch):
     assert not count(lambda: model(torch.randn(rows, WIDTH)))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3", "Qwen2"])
+@pytest.mark.parametrize("name", ["Gemma2", "Phi3"])
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers", reason="its models are swapped")
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
