@@ -28,7 +28,7 @@ modeling_llama = pytest.importorskip(
 )
 
 # Interrupts per call: among its last bytecodes, where all edits are made, and at some before.
-END, STRIDE, BEFORE = 800, 20, 10
+END, STRIDE, BEFORE = 500, 15, 10
 
 
 class Attention(nn.Module):
@@ -148,7 +148,7 @@ def interrupts_while_edits_are_made(
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (7, 14))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (5, 10))]
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch, name, seed):
