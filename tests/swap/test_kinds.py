@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import _dispatch_log, numerics
+from onepass.swapping.reasons import Reason
 from tests.swap import (
     foreign_linear,
     foreign_norms,
@@ -336,3 +337,51 @@ def test_torchs_default_device_changes_nothing(name):
         report = onepass.swap(stock, kinds=case.kind, strict=True)
         assert report.verify(*inputs).ok
     assert types(stock) == types(model)
+
+
+# ---- modules that are kept as they are -----------------------------------------------------------
+
+
+class Tagged(nn.Parameter):
+    """A class of tensors that may compute in a way of its own."""
+
+
+def _forward_on_the_instance(module: nn.Module) -> None:
+    module.forward = module.forward
+
+
+def _parametrized(module: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+
+
+def _class_of_the_weight(module: nn.Module) -> None:
+    module.weight = module.weight.detach().as_subclass(Tagged).requires_grad_()
+
+
+def _own_call(module: nn.Module) -> None:
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"__call__": lambda self, x: self.forward(x)})
+
+
+ALTERED = {
+    _forward_on_the_instance: (Reason.INSTANCE_FORWARD, "its forward is replaced on the instance"),
+    _parametrized: (Reason.PARAMETRIZED, "is parametrized"),
+    _class_of_the_weight: (Reason.PARAMETER_CLASS, "its weight is a Tagged"),
+    _own_call: (Reason.OWN_CALL, "its class overrides __call__"),
+}
+
+
+@pytest.mark.parametrize("alter", ALTERED, ids=lambda alter: alter.__name__)
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "Linear", "Conv1D", "F.linear: Plain"])
+def test_altered_modules_are_kept_with_a_reason(name, alter):
+    case = CASES[name]
+    model = Held(case.make())
+    alter(model.it)
+    before = types(model)
+    report = onepass.swap(model, kinds=case.kind)
+    (entry,) = report.skipped
+    kind, text = ALTERED[alter]
+    assert entry["name"] == "it" and entry["reason"].kind is kind and text in entry["reason"]
+    assert text in str(report) and not report.swapped and types(model) == before
+    with pytest.raises(RuntimeError, match="strict"):
+        onepass.swap(model, kinds=case.kind, strict=True)

@@ -306,40 +306,9 @@ def test_bad_arguments(call, error, message):
 # ---------------------------------------------------------------- refused and unknown
 
 
-def forward_on_the_instance():
-    norm = nn.LayerNorm(8)
-    norm.forward = lambda x: x
-    return norm
-
-
-def parametrized():
-    norm = nn.LayerNorm(8)
-    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
-    return norm
-
-
-class OwnCall(nn.LayerNorm):
-    def __call__(self, x):
-        return super().__call__(x) + 1
-
-
-class Tagged(torch.Tensor):
-    pass
-
-
-def tensor_subclass():
-    norm = nn.LayerNorm(8)
-    norm.weight = nn.Parameter(torch.ones(8).as_subclass(Tagged))
-    return norm
-
-
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (forward_on_the_instance, "its forward is replaced on the instance"),
-        (parametrized, "is parametrized"),
-        (lambda: OwnCall(8), "its class overrides __call__"),
-        (tensor_subclass, "its weight is a Tagged"),
         (lambda: nn.BatchNorm1d(8), "normalises over the batch or positions"),
         (lambda: nn.InstanceNorm1d(8), "normalises over the batch or positions"),
         (lambda: nn.GroupNorm(1, 8), "no silu was found after it in a Sequential; alone"),
