@@ -174,7 +174,8 @@ for _name, _call in CALLS.items():
 for _name in FLAGS:
     if _name == "Muon":  # torch's products abort the process without memory
         continue
-    for _mode in MODES:
+    # A step's memory is that of its options; the formula makes no difference.
+    for _mode in MODES if _name == "AdamW" else ("own state", "stochastic", "all"):
         if _name == "SGD" and MODES[_mode].get("state_dtype") == "int8":
             continue
         for _before in (0, 2):  # the states are made in the first step

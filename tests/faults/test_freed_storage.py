@@ -176,10 +176,11 @@ def test_tensors_without_elements_need_none():
     assert OPS.gradient_norm([empty, torch.ones(4)]) == 2
 
 
+@pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("freed", ["params", "gradients"])
-def test_a_step_of_an_optimizer(freed):
+def test_a_step_of_an_optimizer(freed, limit):
     parameters = [torch.nn.Parameter(torch.randn(8)) for _ in range(2)]
-    optimizer = onepass.optim.AdamW(parameters)
+    optimizer = onepass.optim.AdamW(parameters, max_grad_norm=limit)
     for parameter in parameters:
         parameter.grad = torch.ones(8)
     optimizer.step()

@@ -83,6 +83,7 @@ def test_what_is_left_as_it_is():
     assert [entry["name"] for entry in report.swapped] == ["subclass"]
     (entry,) = report.unknown
     assert entry["name"] == "own" and entry["reason"].kind is Reason.OWN_FORWARD
+    assert not onepass.swap(nn.LazyLinear(8)).swapped
     (entry,) = report.skipped
     assert entry["name"] == "lazy" and entry["reason"].kind is Reason.PARAMETER_CLASS
     assert type(own.subclass).__name__ == "Subclass" and isinstance(own.subclass, Subclass)
