@@ -280,12 +280,16 @@ def group(tmp_path):
 
 
 @needs_gloo
-def test_ddp_before_the_swap(group, torchs_products):
+@pytest.mark.parametrize("order", ["swap first", "wrap first"])
+def test_ddp(group, order, torchs_products):
     model = Block(p=0.0)
     stock = copy.deepcopy(model)
+    if order == "swap first":
+        onepass.swap(model)
     ddp = nn.parallel.DistributedDataParallel(model)
-    report = onepass.swap(ddp)
-    assert names(report.swapped) == {"module.norm", "module.foreign", "module.drop"}
+    if order == "wrap first":
+        report = onepass.swap(ddp)
+        assert names(report.swapped) == {"module.norm", "module.foreign", "module.drop"}
     x = torch.randn(4, 16)
     ddp(x).square().sum().backward()
     stock(x).square().sum().backward()
