@@ -185,7 +185,7 @@ CLASSES = (
     InputClass("freed", BROKEN, _freed),
     InputClass("None", BROKEN, lambda t: None),
     InputClass("a list", BROKEN, lambda t: t.tolist()),
-    InputClass("negative-bit", REAL, _negative_bit),
+    InputClass("negative-bit", REAL, _negative_bit, accepted=True),
     InputClass("conjugate", REAL, _conjugate),
     InputClass("expanded", REAL, _expanded, accepted=True),
     # Torch writes into these without noticing; it refuses expanded ones alone.

@@ -277,36 +277,42 @@ def imported():
     torch.distributed.destroy_process_group()
 
 
+INPUTS = ("input", "second", "third", "target")  # of modules; the others are parameters
+
+
 def groups() -> list:
-    """The quick and the slow calls of each module. One forked child runs a whole group, because
+    """The quick and the slow cases of each module. One forked child runs a whole group, because
     starting a child takes a fifth of a second.
 
-    Slow calls are modules, whose many parameters mostly go to torch's code, and variants of calls
-    that are tested anyway.
+    Slow are calls of modules whose many parameters mostly go to torch's code, and of variants of
+    what is tested anyway: of calls, and of the parameters of modules, which are arguments of the
+    functions.
     """
     found, seen = {}, set()
     for call in CALLS.values():
         kind = call.name.split()[0].removesuffix("_check")
-        is_slow = kind in seen or call.name.startswith(("nn.Transformer", "nn.Multihead"))
+        is_variant = kind in seen or call.name.startswith(("nn.Transformer", "nn.Multihead"))
         seen.add(kind)
-        found.setdefault((call.name.partition(".")[0], is_slow), []).append(call.name)
+        module = call.name.partition(".")[0]
+        for argument in call.tensors():
+            is_slow = is_variant or (module == "nn" and argument not in INPUTS)
+            found.setdefault((module, is_slow), []).append((call.name, argument))
     return [
         pytest.param(
-            names,
+            cases,
             id=f"{module}, variants" if is_slow else module,
             marks=pytest.mark.slow if is_slow else (),
         )
-        for (module, is_slow), names in found.items()
+        for (module, is_slow), cases in found.items()
     ]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("names", groups())
-def test_a_tensor_of_any_class_is_computed_as_by_torch_or_refused(names):
+@pytest.mark.parametrize("of", groups())
+def test_a_tensor_of_any_class_is_computed_as_by_torch_or_refused(of):
     cases = {
         f"{name}, {argument}: {kind}": (CALLS[name], argument, KINDS[kind])
-        for name in names
-        for argument in CALLS[name].tensors()
+        for name, argument in of
         for kind in KINDS
     }
     complaints = isolated.each(lambda case: judge(*cases[case]), cases)

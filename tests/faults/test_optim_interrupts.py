@@ -30,7 +30,7 @@ FOLDERS = (
     os.path.join(os.path.dirname(torch.__file__), "_ops.py"),
     os.path.join(os.path.dirname(torch.__file__), "optim", "optimizer.py"),
 )
-MOST = 60  # bytecodes at which a call is interrupted: all, if there are no more
+MOST = 40  # bytecodes at which a call is interrupted: all, if there are no more
 
 
 def quick_of(names):

@@ -28,7 +28,7 @@ modeling_llama = pytest.importorskip(
 )
 
 # Interrupts per call: among its last bytecodes, where all edits are made, and at some before.
-END, STRIDE, BEFORE = 800, 15, 10
+END, STRIDE, BEFORE = 500, 15, 10
 
 
 class Attention(nn.Module):
@@ -227,20 +227,3 @@ def test_a_filter_that_raises_at_the_nth_module(error):
         with pytest.raises(error, match="at the filter"):
             onepass.swap(whole, filter_fn=filter_fn, probe=False)
         assert state(whole) == before
-
-
-def test_strict_changes_nothing():
-    whole = model()
-    before = state(whole)
-    with pytest.raises(RuntimeError, match="refused candidate under strict"):
-        onepass.swap(whole, strict=True)
-    assert state(whole) == before
-
-
-def test_a_block_that_is_interrupted_is_restored():
-    whole = model()
-    before = state(whole)
-    with pytest.raises(KeyboardInterrupt), onepass.swapped(whole, probe=False):
-        assert state(whole) != before
-        raise KeyboardInterrupt
-    assert state(whole) == before

@@ -26,7 +26,7 @@ from tests.memory.loops import COUNTED
 FRESH = COUNTED * 32  # page faults of COUNTED blocks, at least
 TRIES = 5
 TOGETHER = (
-    "public", "bench", "backward", "undone", "undone_small", "below_the_limit", "beyond_the_limit",
+    "backward", "undone", "undone_small", "below_the_limit", "beyond_the_limit",
     "forked", "in_threads", "in_the_heap", "apart",
 )  # fmt: skip
 
@@ -60,7 +60,32 @@ def shown(name: str, holds: Callable[..., bool], **variables: str) -> None:
     pytest.fail(f"in {TRIES} processes: {figures}")
 
 
-# ---- effects -------------------------------------------------------------------------------------
+# ---- effects, forks and threads ------------------------------------------------------------------
+
+# What each loop must show, of the figures that it returns.
+CLAIMS = {
+    # The backward on the CPU runs in the calling thread, and so uses the same heap.
+    "backward": lambda fresh, kept, same: same and fresh >= FRESH and kept < fresh / 4,
+    "undone": lambda kept, after: kept >= 6 * 64 and after < 64,
+    # Blocks of 8 MiB, which malloc keeps by itself; its thresholds at its start would unmap them.
+    "undone_small": lambda small, large: large >= FRESH and small < large / 32,
+    # As the peaks of `onepass compare` are measured: blocks mapped apart leave no holes.
+    "in_the_heap": lambda left, obeyed: left >= 40,
+    "apart": lambda left, obeyed: obeyed and left < 8,
+    # The top of the heap goes back beyond the limit.
+    "below_the_limit": lambda obeyed, held, left: obeyed and held >= 60 and left >= 60,
+    "beyond_the_limit": lambda obeyed, held, left: obeyed and held >= 60 and left < 8,
+    # Forks, such as workers of a DataLoader, inherit it.
+    "forked": lambda kept: kept < FRESH,
+    # The heaps of other threads have at most 64 MiB.
+    "in_threads": lambda small, large, main: small < FRESH and main < FRESH <= large,
+}
+
+
+@on_glibc
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_is_kept_and_what_goes_back(name):
+    shown(name, CLAIMS[name])
 
 
 @on_glibc
@@ -73,54 +98,6 @@ def test_page_faults_of_large_outputs_end_and_come_back(name):
             obeyed and undone and fresh >= FRESH and kept < fresh / 4 and after >= FRESH
         ),
     )
-
-
-@on_glibc
-def test_a_backward_on_the_cpu_is_covered():
-    """It runs in the calling thread, and so uses the same heap."""
-    shown(
-        "backward",
-        lambda fresh, kept, same: same and fresh >= FRESH and kept < fresh / 4,
-    )
-
-
-@on_glibc
-def test_undone_resident_memory_goes_back():
-    shown("undone", lambda kept, after: kept >= 6 * 64 and after < 64)
-
-
-@on_glibc
-def test_undone_blocks_that_malloc_keeps_by_itself_are_kept():
-    """Those of 8 MiB; malloc's thresholds at its start would unmap them."""
-    shown("undone_small", lambda small, large: large >= FRESH and small < large / 32)
-
-
-@on_glibc
-def test_blocks_that_are_mapped_apart_leave_no_holes():
-    """As the peaks of `onepass compare` are measured."""
-    shown("in_the_heap", lambda left, obeyed: left >= 40)
-    shown("apart", lambda left, obeyed: obeyed and left < 8)
-
-
-@on_glibc
-def test_the_top_of_the_heap_goes_back_beyond_the_limit():
-    shown("below_the_limit", lambda obeyed, held, left: obeyed and held >= 60 and left >= 60)
-    shown("beyond_the_limit", lambda obeyed, held, left: obeyed and held >= 60 and left < 8)
-
-
-# ---- forks and threads ---------------------------------------------------------------------------
-
-
-@on_glibc
-def test_forks_inherit_it():
-    """Workers of a DataLoader, for one."""
-    shown("forked", lambda kept: kept < FRESH)
-
-
-@on_glibc
-def test_other_threads_keep_what_fits_their_heaps():
-    """Their heaps have at most 64 MiB."""
-    shown("in_threads", lambda small, large, main: small < FRESH and main < FRESH <= large)
 
 
 @on_glibc

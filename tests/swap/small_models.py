@@ -25,3 +25,8 @@ def resnet():
     return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
         in_channels=64, temb_channels=64
     )
+
+
+def conv1d():
+    """The linear layer of GPT-2."""
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(24, 16)

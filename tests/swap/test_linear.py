@@ -8,14 +8,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import onepass
 from onepass import numerics
 from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
-from tests.swap.same_model import assert_computes_the_same, per_sample
+from tests.swap.same_model import assert_computes_the_same
 
 pytestmark = pytest.mark.usefixtures("slow_products")
 
@@ -49,36 +48,6 @@ def test_a_note_says_of_the_others_why(monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_swapped_and_back(dtype):
-    stock = model().to(dtype)
-    ours = copy.deepcopy(stock)
-    report = swap(ours)
-    assert [entry["name"] for entry in report.swapped] == ["0", "2"]
-    assert isinstance(ours[0], onepass.nn.Linear) and isinstance(ours[0], nn.Linear)
-    assert ours.state_dict().keys() == stock.state_dict().keys()
-    x = torch.randn(30, 24, dtype=dtype)
-    assert_computes_the_same(ours, stock, x)
-    (call,) = onepass.explain(ours[0], x).calls
-    assert call["kernel"] == "linear_kernel"
-    onepass.unswap(ours)
-    assert type(ours[0]) is type(ours[2]) is nn.Linear
-    assert torch.equal(ours(x), stock(x))
-
-
-def test_gradients_are_those_of_the_numerics_rule():
-    stock = model()
-    ours, wide = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    swap(ours)
-    x = torch.randn(64, 24)
-    for one in (stock, ours, wide):
-        one(x.to(next(one.parameters()).dtype)).square().sum().backward()
-    for ref, base, got in zip(
-        wide.parameters(), stock.parameters(), ours.parameters(), strict=True
-    ):
-        numerics.assert_close(got.grad, ref.grad, base.grad)
-
-
 def test_an_exported_program_does_not_ask_for_them(monkeypatch):
     monkeypatch.undo()
     products.facts.cache_clear()
@@ -99,59 +68,25 @@ class Subclass(nn.Linear):
 
 def test_what_is_left_as_it_is():
     lazy = nn.LazyLinear(8)
-    instance = nn.Linear(8, 8)
-    instance.forward = lambda x: x
     own = nn.ModuleDict(
         dict(
             own=OwnForward(8, 8),
-            normed=parametrizations.weight_norm(nn.Linear(8, 8)),
-            instance=instance,
             lazy=lazy,
             subclass=Subclass(8, 8),
             ours=onepass.nn.Linear(8, 8),
             attention=nn.MultiheadAttention(8, 2),  # reads the weight of its out_proj alone
+            late=nn.Linear(3, 3),
         )
     )
+    own.late.weight = None
     report = swap(own)
     assert [entry["name"] for entry in report.swapped] == ["subclass"]
     (entry,) = report.unknown
     assert entry["name"] == "own" and entry["reason"].kind is Reason.OWN_FORWARD
-    kinds = {entry["name"]: entry["reason"].kind for entry in report.skipped}
-    assert kinds == {
-        "normed": Reason.PARAMETRIZED,
-        "instance": Reason.INSTANCE_FORWARD,
-        "lazy": Reason.PARAMETER_CLASS,
-    }
+    assert not onepass.swap(nn.LazyLinear(8)).swapped
+    (entry,) = report.skipped
+    assert entry["name"] == "lazy" and entry["reason"].kind is Reason.PARAMETER_CLASS
     assert type(own.subclass).__name__ == "Subclass" and isinstance(own.subclass, Subclass)
-
-
-def test_tied_weights_hooks_and_pickles():
-    tied = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False))
-    tied[1].weight = tied[0].weight
-    called = []
-    tied[1].register_forward_hook(lambda *_: called.append(1))
-    swap(tied)
-    tied(torch.tensor([3, 4])).sum().backward()
-    assert tied[1].weight is tied[0].weight and called == [1]
-    one = nn.Linear(8, 3)
-    swap(one)
-    again = pickle.loads(pickle.dumps(one))
-    x = torch.randn(2, 8)
-    assert type(again) is type(one) and torch.equal(again(x), one(x))
-
-
-def test_under_autocast_and_compiled():
-    stock = model()
-    ours = copy.deepcopy(stock)
-    swap(ours)
-    x = torch.randn(6, 24)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours(x).dtype is stock(x).dtype is torch.bfloat16
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (6, 9):
-        x = torch.randn(rows, 24)
-        torch.testing.assert_close(compiled(x), ours(x))
 
 
 # ---- calls whose products torch computes as fast -------------------------------------------------
@@ -322,77 +257,27 @@ def test_autocast_of_what_it_leaves_and_of_subclasses(dtype):
     ours.__class__ = type(swapped)
     x = torch.randn(3, 8, dtype=dtype)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        behaves_as(stock, ours, x)
+        try:
+            expected = stock(x)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                ours(x)
+        else:
+            assert torch.equal(ours(x), expected)
         swapped.weight = nn.Parameter(torch.randn(6, 8).as_subclass(Own), requires_grad=False)
         assert torch.equal(swapped(torch.randn(3, 8)), torch.full((3, 6), 7.0))
-
-
-REPLACED = {
-    "bias (1,)": ("bias", lambda: torch.randn(1)),
-    "bias (3, 6)": ("bias", lambda: torch.randn(3, 6)),
-    "csr weight": ("weight", lambda: torch.randn(6, 8).to_sparse_csr()),
-    "bfloat16 weight": ("weight", lambda: torch.randn(6, 8).bfloat16()),
-    "bfloat16 bias": ("bias", lambda: torch.randn(6).bfloat16()),
-    "1-D weight": ("weight", lambda: torch.randn(8)),
-}
-
-
-def behaves_as(stock: nn.Module, ours: nn.Module, input) -> None:
-    try:
-        expected = stock(input)
-    except Exception as error:
-        with pytest.raises(type(error)):
-            ours(input)
-    else:
-        assert torch.equal(ours(input), expected)
-
-
-@pytest.mark.parametrize("case", REPLACED)
-def test_parameters_that_torch_takes_or_refuses(case):
-    name, value = REPLACED[case]
-    stock, ours = nn.Linear(8, 6), nn.Linear(8, 6)
-    setattr(stock, name, nn.Parameter(value()))
-    swap(ours)
-    ours.weight, ours.bias = stock.weight, stock.bias
-    behaves_as(stock, ours, torch.randn(3, 8))
-
-
-@pytest.mark.parametrize("input", [None, [[1.0] * 8], torch.randn(3, 8).to_sparse()], ids=type)
-def test_inputs_that_torch_takes_or_refuses(input):
-    stock = nn.Linear(8, 6)
-    ours = copy.deepcopy(stock)
-    swap(ours)
-    with torch.no_grad():
-        behaves_as(stock, ours, input)
-
-
-def test_a_weight_that_is_not_there_yet():
-    late, lazy = nn.Linear(3, 3), nn.LazyLinear(8)
-    late.weight = None
-    report = onepass.swap(nn.Sequential(late, lazy, nn.Linear(3, 3)))
-    assert [entry["name"] for entry in report.swapped] == ["2"]
 
 
 # ---- torch.func, forward mode --------------------------------------------------------------------
 
 
-def test_per_sample_gradients_are_torchs():
-    stock = model()
-    ours = copy.deepcopy(stock)
-    swap(ours)
-    x = torch.randn(5, 24)
-
-    assert all(map(torch.equal, per_sample(ours, x), per_sample(stock, x)))
-
-
 @pytest.mark.parametrize("transformed", ["grad", "vmap", "per sample"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_compiled_transforms_are_torchs(transformed, layers):
+def test_compiled_transforms_are_torchs(transformed):
     """When compiled, an autograd.Function under a transform would give no gradient, or raise."""
     func = torch.func
-    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))[:layers]
+    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     ours = copy.deepcopy(stock)
-    assert len(onepass.swap(ours).swapped) == layers
+    assert len(onepass.swap(ours).swapped) == 2
     x = torch.randn(3, 8)
 
     def run(module):
@@ -412,68 +297,7 @@ def test_compiled_transforms_are_torchs(transformed, layers):
     torch.testing.assert_close(compiled(), run(stock))
 
 
-def test_forward_mode_is_torchs():
-    stock = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.0))
-    ours = copy.deepcopy(stock)
-    assert len(onepass.swap(ours).swapped) == 3
-    x = torch.randn(8)
-    assert torch.equal(torch.func.jacfwd(ours)(x), torch.func.jacfwd(stock)(x))
-
-
 # ---- whole models --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
-def test_an_encoder_and_its_fast_path(nested, grad):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    stock = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
-    ours = copy.deepcopy(stock)
-    report = onepass.swap(ours)
-    assert sum(entry["kind"] == "linear" for entry in report.swapped) == 4
-    x, padding = (
-        torch.randn(3, 7, 16),
-        torch.arange(7).expand(3, 7) >= torch.tensor([[7], [4], [2]]),
-    )
-    with torch.set_grad_enabled(grad):
-        got, expected = (m(x, src_key_padding_mask=padding) for m in (ours, stock))
-    torch.testing.assert_close(got[~padding], expected[~padding])
-
-
-def test_checkpointing_and_autocast_in_training():
-    block = nn.Sequential(nn.LayerNorm(16), *(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 16))
-    onepass.swap(block)
-    x = torch.randn(8, 16, requires_grad=True)
-    gradients = []
-    for run in (block, lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run(x)
-        gradients.append(torch.autograd.grad(y.float().square().sum(), [x, *block.parameters()]))
-    assert all(map(torch.equal, *gradients))
-
-
-LLAMA = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.0, tie_word_embeddings=True,
-)  # fmt: skip
-
-
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
-
-
-def test_a_llama_is_verified_and_generates_the_same():
-    ids = torch.arange(20).reshape(2, 10) % 32
-    stock, ours = llama(), llama()
-    report = onepass.swap(ours)
-    linear = {entry["name"] for entry in report.swapped if entry["kind"] == "linear"}
-    assert "lm_head" in linear and len(linear) == 2 * 7 + 1
-    assert ours.lm_head.weight is ours.model.embed_tokens.weight
-    assert report.verify({"input_ids": ids, "labels": ids}).ok
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    assert torch.equal(ours.generate(ids, **options), stock.generate(ids, **options))
 
 
 def test_the_linear_layers_of_gpt2():
@@ -506,35 +330,3 @@ def test_projections_of_multihead_attention():
         got, expected = (m(x, x, x, need_weights=False)[0] for m in (ours, stock))
     assert sum(call["count"] for call in found if call["kernel"] == "linear_kernel") == 2
     torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("order", ["swap first", "wrap first"])
-def test_lora(order):
-    """The adapters' layers and the layers that they wrap; merged weights are stock's."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    ids = torch.arange(20).reshape(2, 10) % 32
-
-    def adapted(with_swap: bool):
-        base = llama()
-        if with_swap and order == "swap first":
-            onepass.swap(base)
-        torch.manual_seed(1)
-        found = peft.get_peft_model(base, config)
-        if with_swap and order == "wrap first":
-            onepass.swap(found)
-        return found.eval()
-
-    stock, ours = adapted(False), adapted(True)
-    assert any(isinstance(m, onepass.nn.Linear) for m in ours.modules())
-    for one in (stock, ours):
-        one(input_ids=ids, labels=ids).loss.backward()
-    trained = [(p, q) for p, q in zip(stock.parameters(), ours.parameters(), strict=True)]
-    assert sum(p.requires_grad for p, _ in trained) == 2 * 2 * 2
-    for expected, got in trained:
-        if expected.requires_grad:
-            torch.testing.assert_close(got.grad, expected.grad)
-        else:
-            assert expected.grad is got.grad is None
-    merged = [one.merge_and_unload() for one in (stock, ours)]
-    torch.testing.assert_close(*(one(ids).logits for one in merged))

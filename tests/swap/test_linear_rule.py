@@ -14,7 +14,9 @@ import onepass
 from onepass import _dispatch_log, numerics
 from onepass._policy import products, small_calls
 from onepass.swapping.reasons import Reason
+from tests.swap.foreign_linear import Plain
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
+from tests.swap.reported import names
 
 pytestmark = pytest.mark.usefixtures("slow_products")
 
@@ -37,13 +39,17 @@ pytestmark = pytest.mark.usefixtures("slow_products")
 )
 def test_the_rule(dtype, facts, text, monkeypatch):
     set_facts(monkeypatch, facts)
-    report = swap(nn.Linear(8, 8, dtype=dtype))
+    model = nn.Sequential(nn.Linear(16, 16, dtype=dtype), Plain().to(dtype))
+    report = swap(model, strict=True)
     if text is None:
-        assert len(report.swapped) == 1 and not report.skipped
+        # In a redirected forward each torch function takes longer than small products gain.
+        in_layers_alone = dtype is torch.bfloat16 and facts.bfloat16
+        assert names(report.swapped) == ({"0"} if in_layers_alone else {"0", "1"})
     else:
-        (entry,) = report.skipped
-        assert entry["reason"] == f"torch is as fast here in {text}"
-        assert entry["reason"].kind is Reason.AS_FAST and not report.swapped
+        assert names(report.skipped) == {"0", "1"} and not report.swapped
+        for entry in report.skipped:
+            assert entry["reason"] == f"torch is as fast here in {text}"
+            assert entry["reason"].kind is Reason.AS_FAST
 
 
 def test_facts_of_this_machine(monkeypatch):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import pickle
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass import _dispatch_log, numerics
+from onepass import _dispatch_log
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
@@ -151,35 +147,6 @@ NOT_FOUND = {
 }  # fmt: skip
 
 
-def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    leaf = x.clone().requires_grad_()
-    output = model(leaf)
-    return [output, *torch.autograd.grad(output.square().sum(), [leaf, *model.parameters()])]
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_blocks_are_found(name):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FOUND[name]())
-    x, stock = torch.randn(64, WIDTH), copy.deepcopy(model)
-    state, signature = list(model.state_dict()), inspect.signature(model[1].forward)
-    parameters = list(model.parameters())
-    report = swap(model, strict=True)
-    (entry,) = report.swapped
-    assert entry["name"] == "1" and entry["kind"] == "mlp" and "gated" in entry["to"]
-    assert count(lambda: model(x)) == 1 and not count(lambda: stock(x))
-    draws = [(results(model, x), results(copy.deepcopy(stock).double(), x.double()))]
-    for (got, exact), base in zip(zip(*draws[0], strict=True), results(stock, x), strict=True):
-        numerics.assert_close(got, exact, base)
-    assert report.verify(x).ok
-    assert list(model.state_dict()) == state
-    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    argument = next(iter(signature.parameters))
-    assert torch.equal(model[1](x), model[1](**{argument: x}))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(twin[1]) is type(model[1]) and torch.equal(twin(x), model(x))
-    assert onepass.unswap(model) == ["1"] and torch.equal(model(x), stock(x))
-
-
 def test_a_swapped_block_keeps_a_tensor_less():
     model, x = Llamas(), torch.randn(64, WIDTH)
 
@@ -227,20 +194,6 @@ def test_hooks_of_the_activation_keep_the_block():
     assert entry["reason"].kind is Reason.HOOKS
 
 
-def test_hooks_and_adapters_of_the_layers_run():
-    model, called, x = Llamas(), [], torch.randn(5, WIDTH)
-    swap(model)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
-    model(x)
-    assert called == ["gate_proj", "up_proj", "down_proj"]
-    model.up_proj = nn.Sequential(model.up_proj, nn.Tanh())
-    stock = Llamas.forward(model, x)
-    numerics.assert_close(
-        model(x), Llamas.forward(copy.deepcopy(model).double(), x.double()), stock
-    )
-
-
 def test_small_calls_are_torchs(monkeypatch):
     monkeypatch.setattr(small_calls, "LEAST_GATE", LEAST)
     torch.set_num_threads(1)
@@ -251,30 +204,7 @@ def test_small_calls_are_torchs(monkeypatch):
     assert not count(lambda: model(torch.randn(rows, WIDTH)))
 
 
-def test_16_bits_and_autocast():
-    model, x = Llamas(), torch.randn(64, WIDTH)
-    stock = copy.deepcopy(model)
-    swap(model)
-    exact = copy.deepcopy(stock).double()(x.double())
-    with torch.autocast("cpu", torch.bfloat16):
-        found, base = model(x), stock(x)
-        assert count(lambda: model(x)) == 1
-    assert found.dtype is base.dtype is torch.bfloat16
-    numerics.assert_close(found, exact, base)
-    found, base = model.bfloat16()(x.bfloat16()), stock.bfloat16()(x.bfloat16())
-    exact = copy.deepcopy(stock).double()(x.bfloat16().double())
-    numerics.assert_close(found, exact, base)
-
-
-def test_compiled_in_one_graph():
-    model, x = Llamas(), torch.randn(64, WIDTH)
-    stock = copy.deepcopy(model)
-    swap(model)
-    found = torch.compile(model, fullgraph=True)(x)
-    numerics.assert_close(found, copy.deepcopy(stock).double()(x.double()), stock(x))
-
-
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3", "Qwen2"])
+@pytest.mark.parametrize("name", ["Gemma2", "Phi3"])
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers", reason="its models are swapped")
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)

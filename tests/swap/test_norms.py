@@ -30,44 +30,23 @@ RMS_1 = "onepass rms_norm, weight_offset 1"
 LAYER = "onepass layer_norm"
 LAYER_1 = "onepass layer_norm, weight_offset 1"
 
-# Real classes of transformers: module, class, and its swapped class.
+# Classes of transformers: module, class, its swapped class. Others have the source of one of these.
 ACCEPTED = [
     ("llama", "LlamaRMSNorm", RMS),
-    ("mistral", "MistralRMSNorm", RMS),
-    ("mixtral", "MixtralRMSNorm", RMS),
-    ("qwen2", "Qwen2RMSNorm", RMS),
-    ("qwen3", "Qwen3RMSNorm", RMS),
-    ("phi3", "Phi3RMSNorm", RMS),
     ("olmo2", "Olmo2RMSNorm", RMS),
     ("olmoe", "OlmoeRMSNorm", RMS),
-    ("granite", "GraniteRMSNorm", RMS),
-    ("deepseek_v2", "DeepseekV2RMSNorm", RMS),
-    ("deepseek_v3", "DeepseekV3RMSNorm", RMS),
-    ("glm", "GlmRMSNorm", RMS),
-    ("glm4", "Glm4RMSNorm", RMS),
-    ("jamba", "JambaRMSNorm", RMS),
     ("mamba", "MambaRMSNorm", RMS),
     ("nemotron_h", "NemotronHRMSNorm", RMS),
     ("moshi", "MoshiRMSNorm", RMS),
     ("gemma3n", "Gemma3nRMSNorm", RMS),
     ("llama4", "Llama4TextRMSNorm", RMS),
-    ("gpt_oss", "GptOssRMSNorm", RMS),
-    ("smollm3", "SmolLM3RMSNorm", RMS),
     ("imagegpt", "ImageGPTLayerNorm", RMS),
     ("t5", "T5LayerNorm", RMS),
-    ("mt5", "MT5LayerNorm", RMS),
-    ("longt5", "LongT5LayerNorm", RMS),
     ("idefics", "IdeficsRMSNorm", RMS),
     ("gemma", "GemmaRMSNorm", RMS_1),
-    ("gemma2", "Gemma2RMSNorm", RMS_1),
-    ("gemma3", "Gemma3RMSNorm", RMS_1),
-    ("recurrent_gemma", "RecurrentGemmaRMSNorm", RMS_1),
-    ("qwen3_next", "Qwen3NextRMSNorm", RMS_1),
     ("cohere", "CohereLayerNorm", LAYER),
-    ("cohere2", "Cohere2LayerNorm", LAYER),
     ("deberta", "DebertaLayerNorm", LAYER),
     ("convnext", "ConvNextLayerNorm", LAYER),
-    ("sam", "SamLayerNorm", LAYER),
     ("nemotron", "NemotronLayerNorm1P", LAYER_1),
 ]
 
@@ -314,16 +293,6 @@ def test_autocast_dtype_is_asked_of_the_original():
     assert len(calls) == 4
 
 
-def test_llama_keeps_float32_where_torch_would_not():
-    norm = real("llama", "LlamaRMSNorm")(COLS)
-    onepass.swap(norm)
-    x = torch.randn(2, COLS).bfloat16()
-    assert norm(x).dtype == torch.float32
-    torch_norm = nn.RMSNorm(COLS)
-    onepass.swap(torch_norm)
-    assert torch_norm(x).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("module", "name", "rms", "offset"),
@@ -387,14 +356,6 @@ def test_forward_takes_its_argument_by_name_and_no_other():
             norm(**arguments)
     with pytest.raises(TypeError):
         norm(x, features=x)
-
-
-def test_eps_that_is_changed_later_counts():
-    norm, stock = foreign_norms.RMS(COLS), foreign_norms.RMS(COLS)
-    onepass.swap(norm)
-    norm.eps = stock.eps = 0.5
-    x = torch.randn(3, COLS)
-    torch.testing.assert_close(norm(x), stock(x))
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RmsNorm", "LayerNorm2d", "RmsNorm2d"])

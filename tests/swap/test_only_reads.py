@@ -13,25 +13,24 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrizations, parametrize
 
 import onepass
-from onepass.swapping import matchers
+from tests.swap import test_kinds
+from tests.swap.foreign_linear import OwnAttention, TiedHead
 from tests.swap.small_models import CONFIG, adaptive, resnet
+from tests.swap.test_mlp import Llamas
 
 transformers = pytest.importorskip("transformers", reason="its modules are swapped")
-pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+
+
+pytestmark = pytest.mark.usefixtures("slow_products")
 
 
 class Ran(Exception):
     pass
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.activation = nn.SiLU()
-
-    def forward(self, x):
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+class TiedHeadWithLoss(TiedHead):
+    def forward(self, ids):
+        return F.cross_entropy(super().forward(ids).flatten(0, 1), ids.flatten())
 
 
 class CallsLinear(nn.Module):
@@ -43,41 +42,16 @@ class CallsLinear(nn.Module):
         return F.linear(x, self.weight)
 
 
-class CallsAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(8, 8)
-
-    def forward(self, x):
-        query = self.project(x)[:, None]
-        return F.scaled_dot_product_attention(query, query, query)
-
-
-class CallsLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(512, 8), nn.Linear(8, 512)
-
-    def forward(self, x):
-        return F.cross_entropy(self.head(self.embedding(x)), x)
-
-
 MODELS = {
-    "linear": lambda: nn.Linear(8, 8),
-    "Conv1D": lambda: pytorch_utils.Conv1D(8, 8),
-    "layer norm": lambda: nn.LayerNorm(8),
+    **{name: test_kinds.CASES[name].make for name in test_kinds.KINDS},
     "RMS norm": lambda: nn.RMSNorm(8),
-    "group norm": lambda: nn.GroupNorm(2, 8),
-    "group norm, silu": lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()),
     "resnet": resnet,
     "adaptive": adaptive,
     "attention": lambda: nn.MultiheadAttention(8, 2),
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2),
     "decoder layer": lambda: nn.TransformerDecoderLayer(8, 2),
-    "block": Gated,
-    "calls of linear": CallsLinear,
-    "calls of attention": CallsAttention,
-    "calls of the loss": CallsLoss,
+    "calls of attention": OwnAttention,
+    "calls of the loss": TiedHeadWithLoss,
     "loss": lambda: nn.CrossEntropyLoss(torch.ones(4)),
     "model": lambda: transformers.LlamaForCausalLM(CONFIG),
     "others": lambda: nn.ModuleList([nn.Conv2d(3, 3, 1), nn.Embedding(5, 5), nn.BatchNorm1d(8)]),
@@ -92,13 +66,6 @@ OPTIONS = [
     {"probe": False, "filter_fn": lambda module, name: False},
 ]
 on_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-on_options = pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
-
-
-@pytest.fixture(params=[False, True], ids=["as here", "gaining"], autouse=True)
-def gaining(request, monkeypatch):
-    if request.param:
-        monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
 
 
 def state_of(model):
@@ -119,16 +86,16 @@ class Noise(nn.Module):
 
 
 @on_models
-@on_options
-def test_parametrizations_do_not_run(make, options):
+def test_parametrizations_do_not_run(make):
     model = make().train()
     for module in list(model.modules()):
         for name in list(module._parameters):
             if module._parameters[name] is not None:
                 parametrize.register_parametrization(module, name, Noise(), unsafe=True)
     Noise.ran, before = 0, state_of(model)
-    onepass.swap(model, **options)
-    assert not Noise.ran and same(before, state_of(model))
+    for options in OPTIONS:
+        onepass.swap(model, **options)
+        assert not Noise.ran and same(before, state_of(model)), options
     onepass.swap(model)  # takes no module of these
     assert not Noise.ran
 
@@ -159,9 +126,8 @@ class WithGetattr:
         return super().__getattr__(name)
 
 
-@on_options
 @pytest.mark.parametrize("mixin", [WithProperties, WithGetattr])
-def test_attributes_are_not_computed(mixin, options):
+def test_attributes_are_not_computed(mixin):
     class Own(mixin, nn.Module):
         def forward(self, x):
             return x
@@ -177,13 +143,14 @@ def test_attributes_are_not_computed(mixin, options):
         def forward(self, x):
             return self.inner(x)
 
-    class Block(mixin, Gated):
+    class Block(mixin, Llamas):
         def __init__(self):
             super().__init__()
-            self.gate = OwnLinear()
+            self.gate_proj = OwnLinear()
 
-    model = nn.ModuleList([Own(), OwnCalls(), OwnLinear(), Block(), CallsAttention()])
-    onepass.swap(model, **options)
+    model = nn.ModuleList([Own(), OwnCalls(), OwnLinear(), Block(), OwnAttention()])
+    for options in OPTIONS:
+        onepass.swap(model, **options)
 
 
 class OwnWeight(nn.Linear):
@@ -202,8 +169,6 @@ class OwnWeight(nn.Linear):
 
 
 def test_a_weight_that_is_a_property_is_read_in_calls_alone():
-    if matchers._as_fast([torch.ones(2, 2)]):
-        pytest.skip("linear layers keep their class")
     OwnWeight.reads, model, x = 0, OwnWeight(8, 8), torch.randn(3, 8)
     assert onepass.swap(model).swapped and not OwnWeight.reads
     torch.testing.assert_close(model(x), F.linear(x, 2 * model.given, model.bias))

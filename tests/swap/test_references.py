@@ -14,47 +14,26 @@ import onepass
 from onepass.swapping import classes
 from tests.swap.foreign_norms import RMS
 
-SOURCES = {
-    "norm": """
-class Own(RMS):
-    def forward(self, x):
-        return super().forward(x)
-module = Own(8)
-""",
-    "attention": """
-class Own(nn.Module):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(x, x, x)
-module = Own()
-""",
-    "heads": """
-class Own(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, x)[0]
-module = Own(8, 2)
-""",
-    "unrelated": """
-class Own(nn.Module):
-    def forward(self, x):
-        return x
-module = Own()
-""",
+# Each kind's base class, what its forward returns, and its arguments.
+KINDS = {
+    "norm": ("RMS", "super().forward(x)", "8"),
+    "attention": ("nn.Module", "F.scaled_dot_product_attention(x, x, x)", ""),
+    "heads": ("nn.MultiheadAttention", "super().forward(x, x, x)[0]", "8, 2"),
+    "unrelated": ("nn.Module", "x", ""),
 }
 
 
 def make(kind: str) -> nn.Module:
     """A module of a new class, whose code nothing else holds (as a constant of a function here)."""
+    base, result, arguments = KINDS[kind]
+    lines = f"class Own({base}):", " def forward(self, x):", f"  return {result}"
     namespace = {"RMS": RMS, "nn": nn, "F": F, "__name__": "made"}
-    exec(SOURCES[kind], namespace)
+    exec("\n".join([*lines, f"module = Own({arguments})"]), namespace)
     return namespace["module"]
 
 
-def swap(model):
-    onepass.swap(model)
-
-
 def swap_and_unswap(model):
-    swap(model)
+    onepass.swap(model)
     onepass.unswap(model)
 
 
@@ -63,35 +42,27 @@ def swap_in_a_block(model):
         pass
 
 
-def swap_and_verify(model):
-    onepass.swap(model).verify(torch.randn(2, 3, 8))
-
-
-def explain(model):
-    onepass.explain(model, torch.randn(2, 3, 8))
-
-
-def dry_run(model):
-    onepass.swap(model, dry_run=True)
-
-
-def force(model):
-    onepass.swap(model, force="*")
-
-
-CALLS = (swap, swap_and_unswap, swap_in_a_block, swap_and_verify, explain, dry_run, force)
+CALLS = {
+    "swap": onepass.swap,
+    "swap and unswap": swap_and_unswap,
+    "swap in a block": swap_in_a_block,
+    "swap and verify": lambda model: onepass.swap(model).verify(torch.randn(2, 3, 8)),
+    "explain": lambda model: onepass.explain(model, torch.randn(2, 3, 8)),
+    "dry run": lambda model: onepass.swap(model, dry_run=True),
+    "force": lambda model: onepass.swap(model, force="*"),
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "call"),
     [(kind, call) for kind in ("attention", "heads", "unrelated") for call in CALLS]
-    + [("norm", swap_and_unswap), ("norm", force)],  # each probes
+    + [("norm", "swap and unswap"), ("norm", "force")],  # each probes
 )
 def test_a_users_class_goes_with_its_last_module(kind, call):
     module = make(kind)
     model = nn.Sequential(module)
     gone = [weakref.ref(x) for x in (type(module), type(module).forward.__code__, module)]
-    call(model)
+    CALLS[call](model)
     gone.append(weakref.ref(type(module)))  # the swapped class, where it stays swapped
     del module, model
     gc.collect()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import pickle
 
 import pytest
@@ -197,46 +195,6 @@ def inputs(rows: int = 2, table_rows: int | None = None, dtype=torch.float32):
     angle = torch.randn(rows_of, TOKENS, HEAD_DIM)
     x = torch.randn(rows, TOKENS, 32)
     return x.to(dtype), angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def results(model: nn.Module, x, cos, sin) -> list[torch.Tensor]:
-    leaf = x.clone().requires_grad_()
-    output = model(leaf, cos, sin)
-    return [output, *torch.autograd.grad(output.square().sum(), [leaf, *model.parameters()])]
-
-
-def assert_same(ours: nn.Module, stock: nn.Module, *tensors) -> None:
-    exact = results(copy.deepcopy(stock).double(), *(x.double() for x in tensors))
-    for got, ref, base in zip(
-        results(ours, *tensors), exact, results(stock, *tensors), strict=True
-    ):
-        assert got.dtype == base.dtype
-        numerics.assert_close(got, ref, base)
-
-
-@pytest.mark.parametrize("cls", FOUND, ids=lambda cls: cls.__name__)
-def test_functions_are_found_and_redirected(cls):
-    model, tensors = cls(), inputs()
-    stock, signature = copy.deepcopy(model), inspect.signature(model.forward)
-    before = apply_rotary_pos_emb
-    report = swap(model, strict=True)
-    (entry,) = report.swapped
-    assert entry["kind"] == "rotary" and entry["to"] == "onepass.functional.rotary_embedding"
-    calls = 2 if cls is InOneClosure else 1
-    assert count(lambda: model(*tensors)) == calls and not count(lambda: stock(*tensors))
-    assert_same(model, stock, *tensors)
-    assert_same(model, stock, *inputs(3, 1))
-    assert report.verify(*tensors).ok
-    assert isinstance(model, cls) and type(model).__name__ == cls.__name__
-    assert inspect.signature(model.forward) == signature
-    assert model.forward.__func__.__closure__ is None or cls in (Decorated, BySuper, InOneClosure)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(twin) is type(model) and torch.equal(twin(*tensors), model(*tensors))
-    # Another instance, and the function itself, have not changed.
-    assert not count(lambda: cls()(*tensors)) and apply_rotary_pos_emb is before
-    assert not swap(model, dry_run=True).skipped
-    assert onepass.unswap(model) == [""] and type(model) is cls
-    assert torch.equal(model(*tensors), stock(*tensors)) and not count(lambda: model(*tensors))
 
 
 # ---- functions that are no rotation --------------------------------------------------------------
@@ -472,18 +430,6 @@ def test_dtypes_that_mix_give_the_dtype_of_stock(dtype):
             numerics.assert_close(got, ref, stock)
 
 
-def test_autocast():
-    model, (x, cos, sin) = Attention(), inputs()
-    stock = copy.deepcopy(model)
-    swap(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        found, base = model(x, cos, sin), stock(x, cos, sin)
-        assert count(lambda: model(x, cos, sin)) == 1
-    assert found.dtype is base.dtype is torch.bfloat16
-    exact = copy.deepcopy(stock).double()(*map(_double, (x, cos, sin)))
-    numerics.assert_close(found, exact, base)
-
-
 def by_a_product(q, k, cos, sin):
     """The sum over both terms is a product of matrices, which autocast computes in 16 bits."""
     cos, sin = cos[:, None], sin[:, None]
@@ -541,17 +487,6 @@ def test_modes_see_a_call_of_ours():
     with Listening():
         model(*tensors)
     assert "rotary_embedding" in names and "mul" not in names
-
-
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiled_in_one_graph(dynamic):
-    model, tensors = Attention(), inputs()
-    stock = copy.deepcopy(model)
-    swap(model)
-    backend = "aot_eager" if dynamic else "inductor"
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)
-    assert_same(compiled, stock, *tensors)
-    assert_same(compiled, stock, *inputs(3, 1))
 
 
 def test_traced_graphs_call_theirs():

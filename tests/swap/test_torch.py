@@ -14,7 +14,7 @@ from torch import nn
 
 import onepass
 from tests.swap.foreign_norms import OnePlusRMS
-from tests.swap.reported import types
+from tests.swap.reported import names, types
 
 
 class Block(nn.Module):
@@ -69,12 +69,12 @@ class PlainLayer(nn.TransformerEncoderLayer):
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:enable_nested_tensor")
 def test_encoder_in_eval_equals_stock_on_valid_rows(
-    layer_cls, options, nested, grad, torchs_products
+    layer_cls, options, nested, grad, slow_products
 ):
     model = encoder(layer_cls, nested, **options).eval()
     stock = copy.deepcopy(model)
     report = onepass.swap(model)
-    assert len(report.swapped) == (12 if layer_cls is PlainLayer else 14)
+    assert len(report.swapped) == (16 if layer_cls is PlainLayer else 18)
     x = torch.randn(2, 5, 16)
     with torch.set_grad_enabled(grad):
         expected, y = (m(x, src_key_padding_mask=PADDING) for m in (stock, model))
@@ -105,18 +105,6 @@ def test_encoder_fast_path_is_reported():
     others = onepass.swap(encoder(PlainLayer), kinds="norm").notes
     assert not any("eval mode" in note for note in others)
     assert not onepass.swap(encoder(), include="nothing.*", kinds="norm").notes[1:]
-
-
-def test_encoder_in_training_runs_the_swapped_modules():
-    model = encoder(dropout=0.0)
-    stock = copy.deepcopy(model)
-    onepass.swap(model)
-    x = torch.randn(2, 5, 16)
-    with onepass._dispatch_log.record() as calls:
-        y = model(x, src_key_padding_mask=PADDING)
-    assert sum("norm" in call["op"] for call in calls) == 4
-    expected = stock(x, src_key_padding_mask=PADDING)
-    torch.testing.assert_close(y[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
 
 
 def test_jagged_nested_tensors_run_the_stock_forward():
@@ -152,22 +140,7 @@ def test_autocast_gives_the_dtypes_of_stock(dtype):
     assert found["swapped"] == found["stock"] and len(found["stock"]) == 10
 
 
-def test_autocast_training_step_is_close_to_stock():
-    stock = Block(p=0.0)
-    model = copy.deepcopy(stock)
-    onepass.swap(model)
-    x = torch.randn(32, 16)
-    for m in (stock, model):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = m(x).square().mean()
-        loss.backward()
-    for name, parameter in stock.named_parameters():
-        got = model.get_parameter(name).grad
-        torch.testing.assert_close(got, parameter.grad, rtol=0.05, atol=0.01)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_compile_fullgraph(autocast):
+def test_compiled_under_autocast():
     torch._dynamo.reset()
     model = Block()
     onepass.swap(model)
@@ -177,23 +150,13 @@ def test_compile_fullgraph(autocast):
     for m in (model, compiled):
         torch.manual_seed(1)
         model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             y = m(x)
         y.float().square().sum().backward()
         results.append((y, *(parameter.grad for parameter in model.parameters())))
     for eager, graph in zip(*results, strict=True):
         assert eager.dtype == graph.dtype
-        torch.testing.assert_close(graph, eager, rtol=1e-2 if autocast else 1e-5, atol=1e-5)
-
-
-def test_compile_with_dynamic_shapes_and_inductor():
-    torch._dynamo.reset()
-    model = Block().eval()
-    onepass.swap(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    for rows in (3, 7):
-        x = torch.randn(rows, 16)
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(graph, eager, rtol=1e-2, atol=1e-5)
 
 
 def test_unswap_is_seen_by_compiled_code():
@@ -208,16 +171,6 @@ def test_unswap_is_seen_by_compiled_code():
     with onepass._dispatch_log.record() as calls:
         compiled(x)
     assert counter.frame_count == 2 and not calls
-
-
-def test_export():
-    model = Block().eval()
-    onepass.swap(model)
-    x = torch.randn(3, 16)
-    exported = torch.export.export(model, (x,))
-    targets = [str(node.target) for node in exported.graph.nodes]
-    assert targets.count("onepass.norm.default") == 2
-    torch.testing.assert_close(exported.module()(x), model(x))
 
 
 class Calls(nn.Module):
@@ -309,17 +262,6 @@ def test_activation_checkpointing_of_a_swapped_block():
         plain = gradients
 
 
-def test_functional_call_and_per_sample_weights():
-    model = Block().eval()
-    onepass.swap(model)
-    x = torch.randn(3, 16)
-    doubled = {"norm.weight": 2 * model.norm.weight, "norm.bias": 2 * model.norm.bias}
-    y = torch.func.functional_call(model, doubled, (x,))
-    stock = Block().eval()
-    stock.load_state_dict({**model.state_dict(), **doubled})
-    torch.testing.assert_close(y, stock(x), rtol=1e-5, atol=1e-5)
-
-
 # ---------------------------------------------------------------- distributed
 
 needs_gloo = pytest.mark.skipif(
@@ -347,9 +289,7 @@ def test_ddp(group, order, torchs_products):
     ddp = nn.parallel.DistributedDataParallel(model)
     if order == "wrap first":
         report = onepass.swap(ddp)
-        assert {entry["name"] for entry in report.swapped} == {
-            "module.norm", "module.foreign", "module.drop"
-        }  # fmt: skip
+        assert names(report.swapped) == {"module.norm", "module.foreign", "module.drop"}
     x = torch.randn(4, 16)
     ddp(x).square().sum().backward()
     stock(x).square().sum().backward()

@@ -102,14 +102,6 @@ def test_what_swap_attached_detach_undoes_too():
     assert not NAMED & set(onepass.unswap(model)) and implementations(model) == ["sdpa"]
 
 
-def test_unswap_leaves_a_choice_made_since():
-    model = build("llama")
-    onepass.swap(model)
-    model.set_attn_implementation("eager")
-    onepass.unswap(model)
-    assert implementations(model) == ["eager"]
-
-
 def test_parts_attached_and_swapped_know_what_is_whose():
     model = build("clip")
     onepass.swap(model)

@@ -1,0 +1,387 @@
+"""What holds for every kind of swap: a table of modules, and the tests that each of them passes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import _dispatch_log, numerics
+from onepass.swapping.reasons import Reason
+from tests.swap import (
+    foreign_linear,
+    foreign_norms,
+    small_models,
+    test_mlp,
+    test_norm_constants,
+    test_rotary,
+)
+from tests.swap.reported import names, types
+from tests.swap.test_group_norms import net
+
+pytestmark = pytest.mark.usefixtures("slow_products")
+
+BF16 = torch.bfloat16
+DRAWS = 5  # judged together: one draw of stock's error is not enough
+
+
+class Case(NamedTuple):
+    """A module, as `it` in a model, and how it is swapped."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple]  # of so many rows
+    kind: str
+    to: str  # in the report's entries
+    op: str  # the beginning of the name of ours
+    calls: int = 1  # of it in a forward
+    names: tuple[str, ...] = ("it",)
+
+
+class Held(nn.Module):
+    def __init__(self, it: nn.Module):
+        super().__init__()
+        self.it = it
+
+    def forward(self, *args):
+        return self.it(*args)
+
+
+class NamedLayerNorm(nn.LayerNorm):
+    """A subclass that inherits forward."""
+
+
+class GroupNormOfRelu(nn.GroupNorm):
+    activation = "relu"  # of its own, and not what ours means by it
+
+
+def of(*sizes: int, dtype: torch.dtype = torch.float32) -> Callable:
+    return lambda rows: (torch.randn(rows, *sizes).to(dtype),)
+
+
+def channels_last(rows: int) -> tuple:
+    return (torch.randn(rows, 3, 6, 6).to(memory_format=torch.channels_last),)
+
+
+def conditioned(*sizes: int) -> Callable:
+    return lambda rows: (torch.randn(rows, *sizes), torch.randn(rows, 64))
+
+
+def norm(make: Callable, to: str) -> Case:
+    return Case(make, of(7, 16), "norm", to, "rms_norm" if "rms" in to.lower() else "layer_norm")
+
+
+def linear(make: Callable, to: str = "onepass.nn.Linear", dtype=torch.float32, **more) -> Case:
+    inputs = of(7, 16, dtype=dtype)
+    return Case(lambda: make().to(dtype), inputs, "linear", to, "linear", **more)
+
+
+def group_norm(make: Callable, dtype: torch.dtype) -> Case:
+    def inputs(rows: int) -> tuple:
+        return (2 * torch.randn(rows, 8, 5, 5).to(dtype) + 1,)
+
+    return Case(lambda: make(4, 8).to(dtype), inputs, "norm", "onepass.nn.GroupNorm", "group_norm")
+
+
+def group_norm_silu(inputs: Callable, dtype=torch.float32, inplace: bool = False) -> Case:
+    alone = ("it.6",) if dtype is BF16 else ()  # in float32 torch is as fast at it
+    names, calls = ("it", "it.3", *alone), 3 + len(alone)
+    return Case(lambda: net(dtype, inplace), inputs, "norm", "", "group_norm", calls, names)
+
+
+def gated(make: Callable, dtype: torch.dtype = torch.float32) -> Case:
+    inputs = of(3, test_mlp.WIDTH, dtype=dtype)
+    return Case(lambda: make().to(dtype), inputs, "mlp", "gated", "gate")
+
+
+def rotary(cls: type[nn.Module], inputs: Callable = test_rotary.inputs) -> Case:
+    calls = 2 if cls is test_rotary.InOneClosure else 1
+    return Case(cls, inputs, "rotary", "onepass.functional.rotary_embedding", "rotary", calls)
+
+
+CASES = {
+    "LayerNorm": norm(lambda: nn.LayerNorm(16), "onepass.nn.LayerNorm"),
+    "subclass of LayerNorm": norm(lambda: NamedLayerNorm(16), "onepass.nn.LayerNorm"),
+    "RMSNorm": norm(lambda: nn.RMSNorm(16), "onepass.nn.RMSNorm"),
+    **{
+        cls.__name__: norm(lambda cls=cls: cls(16), to)
+        for cls, to in foreign_norms.ACCEPTED.items()
+        if cls is not foreign_norms.OnePlusRMS  # which computes in float32, and is no reference
+    },
+    "eps in its forward": norm(lambda: test_norm_constants.LayerNorm(16), "onepass layer_norm"),
+    "GroupNorm": group_norm(nn.GroupNorm, BF16),
+    "subclass of GroupNorm": group_norm(GroupNormOfRelu, torch.float16),
+    "group norm, silu": group_norm_silu(of(3, 6, 6)),
+    "group norm, silu in channels last": group_norm_silu(channels_last),
+    "group norm, silu in place": group_norm_silu(of(3, 6, 6), inplace=True),
+    "group norm, silu in bfloat16": group_norm_silu(of(3, 6, 6, dtype=BF16), BF16),
+    "adaptive norm": Case(
+        small_models.adaptive,
+        conditioned(5, 64),
+        "norm",
+        "",
+        "modulated",
+        names=("it", "it.norm"),
+    ),
+    "resnet block": Case(
+        small_models.resnet, conditioned(64, 4, 4), "norm", "silu", "group_norm", 2
+    ),
+    "Linear": linear(lambda: nn.Linear(16, 24)),
+    "Linear without bias": linear(lambda: nn.Linear(16, 24, bias=False)),
+    "Linear in bfloat16": linear(lambda: nn.Linear(16, 24), dtype=BF16),
+    "Linear in float16": linear(lambda: nn.Linear(16, 24), dtype=torch.float16),
+    "Conv1D": linear(small_models.conv1d, "onepass"),
+    **{
+        f"F.linear: {cls.__name__}": linear(cls, "onepass.functional.linear")
+        for cls in foreign_linear.FOUND
+    },
+    "F.linear: Experts": linear(foreign_linear.Experts, "onepass.functional.linear", calls=7),
+    **{f"gated: {name}": gated(make) for name, make in test_mlp.FOUND.items()},
+    "gated: silu in bfloat16": gated(test_mlp.Llamas, BF16),
+    "rotary: one table": rotary(test_rotary.Attention, lambda rows: test_rotary.inputs(rows, 1)),
+    **{f"rotary: {cls.__name__}": rotary(cls) for cls in test_rotary.FOUND},
+}
+# One of each kind and way; the others differ in what swap looks for.
+KINDS = (
+    "LayerNorm", "GammaBeta", "GroupNorm", "group norm, silu", "Linear", "Conv1D",
+    "F.linear: Plain", "gated: silu", "gated: fused", "rotary: Attention",
+)  # fmt: skip
+every_case = pytest.mark.parametrize("name", CASES)
+kinds = pytest.mark.parametrize("name", KINDS)
+
+
+def of_case(name: str) -> tuple[Case, nn.Module, nn.Module]:
+    """(case, swapped, stock)"""
+    case, stock = CASES[name], Held(CASES[name].make())
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    model = copy.deepcopy(stock)
+    onepass.swap(model, kinds=case.kind, strict=True)
+    return case, model, stock
+
+
+def ours(case: Case, run: Callable) -> int:
+    """The number of calls of ours in `run`."""
+    with _dispatch_log.record() as calls:
+        run()
+    own = [call for call in calls if call["level"] != _dispatch_log.TORCH]
+    return sum(call["op"].startswith(case.op) for call in own)
+
+
+def results(model: nn.Module, inputs: tuple) -> list[Tensor]:
+    """The output and the gradients of the first input and all parameters."""
+    x = inputs[0].detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = model(x, *inputs[1:])
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(y, leaves, upstream, allow_unused=True)
+    return [y.detach(), *(gradient for gradient in found if gradient is not None)]
+
+
+def assert_same(case: Case, model: nn.Module, stock: nn.Module, of: Callable = results) -> None:
+    """By the numerics rule, with float64 as the reference."""
+    exact, draws = copy.deepcopy(stock).double(), [case.inputs(3) for _ in range(DRAWS)]
+    found, base = ([of(m, x) for x in draws] for m in (model, stock))
+    ref = [of(exact, tuple(t.double() for t in x)) for x in draws]
+    for got, wanted, torchs in zip(
+        *(zip(*of, strict=True) for of in (found, ref, base)), strict=True
+    ):
+        assert got[0].dtype is torchs[0].dtype and got[0].stride() == torchs[0].stride()
+        numerics.assert_close(list(got), list(wanted), list(torchs))
+
+
+@every_case
+def test_swapped_and_back(name):
+    case, stock = CASES[name], Held(CASES[name].make())
+    model, inputs = copy.deepcopy(stock), case.inputs(3)
+    text, state, parameters = repr(model), list(model.state_dict()), list(model.parameters())
+    signature = inspect.signature(model.it.forward)
+    held = [(id(module), dict(vars(module))) for module in model.modules()]
+    report = onepass.swap(model, kinds=case.kind, strict=True)
+    assert {e["name"] for e in report.swapped} == set(case.names) and not report.unknown
+    assert all(e["kind"] == case.kind and case.to in e["to"] for e in report.swapped)
+    # An instance keeps everything but its class, which has the name of the former one.
+    assert (
+        repr(model).replace(", activation=None", "") == text and list(model.state_dict()) == state
+    )
+    assert [(id(module), vars(module)) for module in model.modules()] == held
+    assert all(map(lambda a, b: a is b, model.parameters(), parameters))
+    assert isinstance(model.it, type(stock.it))
+    if "functional" in case.to:
+        assert inspect.signature(model.it.forward) == signature
+    assert ours(case, lambda: model(*inputs)) == case.calls
+    assert not ours(case, lambda: stock(*inputs))  # another instance has not changed
+    assert_same(case, model, stock)
+    assert report.verify(*inputs).ok
+    y, arguments = model(*inputs), inspect.signature(stock.it.forward).parameters
+    assert torch.equal(model.it(**dict(zip(arguments, inputs, strict=False))), y)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert types(twin) == types(model) and torch.equal(twin(*inputs), y)
+    again = onepass.swap(model, kinds=case.kind)
+    assert again.swapped == report.swapped and "been swapped before" in " ".join(again.notes)
+    assert onepass.unswap(model) == [e["name"] for e in report.swapped]
+    assert types(model) == types(stock) and not ours(case, lambda: model(*inputs))
+    assert torch.equal(model(*inputs), stock(*inputs))
+
+
+@kinds
+def test_autocast(name):
+    case, model, stock = of_case(name)
+
+    def outputs(module: nn.Module, inputs: tuple) -> list[Tensor]:
+        enabled = inputs[0].dtype is not torch.float64
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled):
+            assert module is not model or ours(case, lambda: module(*inputs)) == case.calls
+            return [module(*inputs)]
+
+    assert_same(case, model, stock, outputs)
+
+
+@kinds
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_it_recompute_with_it(name, reentrant):
+    case, model, _ = of_case(name)
+
+    def checkpointed(*inputs):
+        return checkpoint(model, *inputs, use_reentrant=reentrant)
+
+    checkpointed.parameters = model.parameters
+    gradients = []
+    for run in (model, checkpointed):
+        torch.manual_seed(0)
+        x, *more = case.inputs(3)
+        run(x.requires_grad_(), *more).square().sum().backward()
+        gradients.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+
+
+@kinds
+def test_compiled_in_one_graph(name):
+    case, model, _ = of_case(name)
+    torch._dynamo.reset()
+    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled, graphs = torch.compile(model, backend=backend, fullgraph=True, dynamic=True), 0
+    for rows in (4, 5):
+        inputs = case.inputs(rows)
+        for found, expected in zip(results(compiled, inputs), results(model, inputs), strict=True):
+            torch.testing.assert_close(found, expected)
+        graphs = graphs or len(backend.graphs)
+    assert len(backend.graphs) == graphs
+    with torch.no_grad():
+        compiled(*inputs)
+    assert "onepass." in str(backend.graphs[-1].code)
+
+
+@kinds
+def test_exported_with_any_number_of_rows(name):
+    case, model, _ = of_case(name)
+    inputs, rows = case.inputs(3), torch.export.Dim("rows", min=2, max=99)
+    with torch.no_grad():
+        shapes = ({0: rows},) * len(inputs)
+        program = torch.export.export(model, inputs, dynamic_shapes=(shapes,))
+        assert program.graph_module.code.count("onepass.") >= case.calls
+        for given in (inputs, case.inputs(5)):
+            assert torch.equal(program.module()(*given), model(*given))
+
+
+@kinds
+def test_transforms(name):
+    """Per-sample gradients of the parameters, and a derivative in forward mode."""
+    case, model, stock = of_case(name)
+
+    def transformed(module: nn.Module, inputs: tuple) -> list[Tensor]:
+        def loss(parameters, *row):
+            row = [x[None] for x in row]
+            return torch.func.functional_call(module, parameters, tuple(row)).square().sum()
+
+        parameters = dict(module.named_parameters())
+        in_dims = (None, *(0 for _ in inputs))
+        samples = torch.func.vmap(torch.func.grad(loss), in_dims)(parameters, *inputs)
+        x, *more = inputs
+        forward = torch.func.jvp(lambda x: module(x, *more), (x,), (torch.ones_like(x),))
+        return [*samples.values(), *forward]
+
+    assert_same(case, model, stock, transformed)
+
+
+@kinds
+def test_on_meta_and_loaded_later(name):
+    case, model, stock = of_case(name)
+    late = Held(case.make()).to("meta")
+    assert names(onepass.swap(late, kinds=case.kind).swapped) == set(case.names)
+    inputs = case.inputs(3)
+    y = late(*(x.to("meta") for x in inputs))
+    assert y.is_meta and y.shape == model(*inputs).shape
+    late.to_empty(device="cpu").load_state_dict(stock.state_dict())
+    assert torch.equal(late(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize(
+    "name", ["GammaBeta", "gated: silu", "rotary: Attention", "adaptive norm", "resnet block"]
+)
+def test_torchs_default_device_changes_nothing(name):
+    """Where swap tries modules on small tensors of its own."""
+    case, model, stock = of_case(name)
+    inputs = case.inputs(3)
+    with torch.device("meta"):
+        report = onepass.swap(stock, kinds=case.kind, strict=True)
+        assert report.verify(*inputs).ok
+    assert types(stock) == types(model)
+
+
+# ---- modules that are kept as they are -----------------------------------------------------------
+
+
+class Tagged(nn.Parameter):
+    """A class of tensors that may compute in a way of its own."""
+
+
+def _forward_on_the_instance(module: nn.Module) -> None:
+    module.forward = module.forward
+
+
+def _parametrized(module: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+
+
+def _class_of_the_weight(module: nn.Module) -> None:
+    module.weight = module.weight.detach().as_subclass(Tagged).requires_grad_()
+
+
+def _own_call(module: nn.Module) -> None:
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"__call__": lambda self, x: self.forward(x)})
+
+
+ALTERED = {
+    _forward_on_the_instance: (Reason.INSTANCE_FORWARD, "its forward is replaced on the instance"),
+    _parametrized: (Reason.PARAMETRIZED, "is parametrized"),
+    _class_of_the_weight: (Reason.PARAMETER_CLASS, "its weight is a Tagged"),
+    _own_call: (Reason.OWN_CALL, "its class overrides __call__"),
+}
+
+
+@pytest.mark.parametrize("alter", ALTERED, ids=lambda alter: alter.__name__)
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "Linear", "Conv1D", "F.linear: Plain"])
+def test_altered_modules_are_kept_with_a_reason(name, alter):
+    case = CASES[name]
+    model = Held(case.make())
+    alter(model.it)
+    before = types(model)
+    report = onepass.swap(model, kinds=case.kind)
+    (entry,) = report.skipped
+    kind, text = ALTERED[alter]
+    assert entry["name"] == "it" and entry["reason"].kind is kind and text in entry["reason"]
+    assert text in str(report) and not report.swapped and types(model) == before
+    with pytest.raises(RuntimeError, match="strict"):
+        onepass.swap(model, kinds=case.kind, strict=True)
