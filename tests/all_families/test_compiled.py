@@ -12,6 +12,7 @@ from torch.export import Dim
 
 from tests.support.calls import CALLS, SAMPLES
 from tests.support.results import bits
+from tests.support.seeds import set_seed
 
 NAMES = [n for n in SAMPLES if not n.startswith("nn.")]
 VARIANTS = [name for name in NAMES if name not in CALLS]
@@ -39,7 +40,7 @@ def results(function, call, given) -> list:
     """Outputs and gradients, by the same random numbers."""
     names = call.wanted(given)
     leaves = {name: given[name].detach().requires_grad_() for name in names}
-    torch.manual_seed(3)
+    set_seed(3)
     outputs = [y for y in function(**given | leaves) if y.is_floating_point()]
     upstream = [torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype) for y in outputs]
     found = torch.autograd.grad(outputs, list(leaves.values()), upstream)

@@ -12,6 +12,7 @@ from onepass import _C
 from tests.support.calls import CALLS, FUNCTIONS
 from tests.support.calls.memory import everything, of_samples, samples, with_upstream
 from tests.support.results import Results, same_bits
+from tests.support.seeds import set_seed
 
 # Packed sequences have no batch, one row is none, a mean is of all rows, a merge is torch's.
 WITHOUT = ("varlen", "merge", "linear of () rows", "cross_entropy")
@@ -30,7 +31,8 @@ def repeated(name: str, times: int = 0, *, elements: int = 0) -> tuple[int, Resu
 
 def check(name: str) -> None:
     call, (count, given) = FUNCTIONS[name], repeated(name, 5)
-    own, state = of_samples(given), torch.manual_seed(3).get_state()
+    set_seed(3)
+    own, state = of_samples(given), torch.get_rng_state()
     whole = everything(call, given)
     parts = [slice(0, 1), slice(0, 3), slice(1, 2), slice(count, 4 * count)]
     # What is drawn belongs to a place in the batch.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepass import functional, reference
 from tests.support.results import assert_close
-from tests.support.seeds import drawn_seed
+from tests.support.seeds import drawn_seed, set_seed
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
@@ -72,7 +72,7 @@ class Case:
 
     def ours(self, input, residual=None, weight=None, bias=None, column_scale=None, **modulators):
         if self.p:
-            torch.manual_seed(SEED)
+            set_seed(SEED)
         if self.is_modulated:
             return self._modulated(functional, input, residual=residual, **modulators)
         scales = {"column_scale": column_scale, "row_scale": self.row_scale}

@@ -24,10 +24,14 @@ LAYOUTS = list(_VIEWS)
 
 
 def strided(tensor: Tensor, layout: str) -> Tensor:
+    """Rows and columns are those of the memory: channels, of images with channels last."""
     least, sizes, view = _VIEWS[layout]
     assert tensor.dim() >= least, f"{layout} has at least {least} dimensions"
-    memory = torch.full(sizes(tensor.shape), _poison(tensor.dtype), dtype=tensor.dtype)
-    return view(memory, tensor.shape).copy_(tensor)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    stored = tensor.permute(order)
+    memory = torch.full(sizes(stored.shape), _poison(tensor.dtype), dtype=tensor.dtype)
+    laid_out = view(memory, stored.shape).copy_(stored)
+    return laid_out.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:

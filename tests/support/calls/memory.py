@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.support.calls.call import Call
 from tests.support.results import Results
+from tests.support.seeds import set_seed
 
 
 def everything(call: Call, given: Results) -> Results:
@@ -14,7 +15,7 @@ def everything(call: Call, given: Results) -> Results:
     arguments = {n: t for n, t in given.items() if not n.startswith("upstream")}
     names = call.wanted(arguments) if call.differentiable else []
     leaves = {n: arguments[n].detach().requires_grad_() for n in names}
-    torch.manual_seed(3)
+    set_seed(3)
     outputs = call.run(**arguments | leaves)
     found = {f"result {i}": y.detach() for i, y in enumerate(outputs)}
     found |= {f"written {n}": arguments[n].clone() for n in call.written}
