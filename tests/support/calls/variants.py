@@ -91,6 +91,9 @@ def branches() -> Iterator[Call]:
     scales = {"column_scale": randn(8), "row_scale": torch.tensor([1.25, 0.0, 1.25])}
     given = {"input": randn(*rows, seed=1), "residual": randn(*rows, seed=2)}
     weights = {"weight": randn(8, seed=3), "bias": randn(8, seed=4)}
+    yield variant(
+        "add_dropout of nothing", functools.partial(functional.add_dropout, p=0.0), **given
+    )
     for names, p in itertools.product(
         (("column_scale",), ("row_scale",), tuple(scales)), (0.0, 0.4)
     ):
