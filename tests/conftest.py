@@ -12,7 +12,7 @@ import torch
 
 from tests.emulator import executors
 from tests.emulator.executors import cuda, emulator, executor  # noqa: F401
-from tests.support import costs, cpus, grids, threads
+from tests.support import costs, cpus, grids, seeds, threads
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,7 @@ def same_start():
     One, because the spinning threads of two pytest workers slow each other down tenfold; results do
     not depend on the number, which has tests of its own, and `make test-cpus` takes three.
     """
-    # torch.manual_seed() takes a millisecond where it notes the stack for devices to come.
-    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-    seed(0)
+    seeds.set_seed(0)
     torch.set_num_threads(int(os.environ.get("ONEPASS_TEST_THREADS", "1")))
 
 

@@ -115,7 +115,8 @@ def test_compiled_graphs_keep_them_too(kept):
 # ---- every operator ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+# A sum without dropout saves nothing.
+@pytest.mark.parametrize("name", [n for n in SAMPLES if n != "add_dropout of nothing"])
 def test_every_operator_is_recomputed_bit_for_bit(name):
     """By both kinds of checkpoint, and under torch's deterministic mode: what is drawn, too."""
     call, runs = SAMPLES[name], []

@@ -12,6 +12,7 @@ from onepass import _dispatch_log, functional, numerics
 from onepass.reference import norm as reference
 from tests.all_families.test_func_transforms import FUNCTIONS, NAMES, drawn, tensors_of
 from tests.support.calls import CALLS
+from tests.support.seeds import set_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
@@ -24,7 +25,7 @@ def test_tangents_are_those_of_our_backward(name):
     tangents = {n: drawn(given[n], number) for number, n in enumerate(wanted)}
 
     def run(**tensors):
-        torch.manual_seed(3)
+        set_seed(3)
         return [r for r in call.run(**{**given, **tensors}) if r.is_floating_point()]
 
     with forward_ad.dual_level():

@@ -15,6 +15,7 @@ from onepass import functional, numerics
 from onepass._ops import optimizer
 from onepass.reference import rotary
 from tests.support.calls import CALLS, SAMPLES
+from tests.support.seeds import set_seed
 from tests.test_conventions import declared_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -206,7 +207,7 @@ def seeded(call, given):
     tensors, wanted = given
 
     def run(some):
-        torch.manual_seed(3)
+        set_seed(3)
         return [r for r in call.run(**{**tensors, **some}) if r.is_floating_point()]
 
     return run, {name: tensors[name] for name in wanted}

@@ -17,7 +17,7 @@ FILES = sorted(
     for file in FOLDER.rglob("test_*.py")
     if "mark.isa" in file.read_text() and file.name != Path(__file__).name
 )
-EVERY = 20  # of the tests, among the quick ones
+EVERY = 40  # of the tests, among the quick ones
 # Of all tests. Below avx512_bf16 only products of bfloat16 differ at avx512.
 EVERY_OF_LEVEL = {"baseline": 1, "avx2": 1, "avx512": 4}
 PARTS = 2  # of the files

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.support.calls import CALLS
+from tests.support.seeds import set_seed
 
 
 def several(call) -> bool:
-    torch.manual_seed(3)
+    set_seed(3)
     return call.differentiable and len(call.run(**call.tensors())) > 1
 
 
@@ -28,7 +29,7 @@ def test_results_require_a_gradient_only_if_they_have_one(name, argument):
     call = CALLS[name]
     given = call.tensors()
     leaf = given[argument].requires_grad_()
-    torch.manual_seed(3)
+    set_seed(3)
     results = call.run(**given)
     assert any(result.requires_grad for result in results)
     for result in results:

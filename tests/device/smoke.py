@@ -126,7 +126,8 @@ def described(arguments) -> str:
 def run(family: str, cases: resumed.Cases) -> int:
     """The calls of a family; returns how many there are."""
     smoke = Smoke(family, cases)
-    module = importlib.import_module(f"tests.{family}.test_cuda")
+    where = {"modulated_norm": "norm.test_forms_cuda"}.get(family, f"{family}.test_cuda")
+    module = importlib.import_module(f"tests.{where}")
     if family == "optimizer":  # whose steps have tensors on the device: its state stays there
         check = module.check
         module.check = lambda _, call: smoke.case(

@@ -17,13 +17,12 @@ from onepass import functional
 from tests.attention import cases as attention
 from tests.attention.cuda_cases import DECODE_KERNELS, KERNELS, TILED_KERNELS
 from tests.attention_decode import cases as decode
-from tests.branch import cases as branch
 from tests.emulator.executors import all_instances, kernel_of
 from tests.gate import cases as gate
 from tests.group_norm import cases as group_norm
 from tests.loss import cases as loss
-from tests.modulated_norm import cases as modulated_norm
 from tests.norm import cases as norm
+from tests.norm import forms
 from tests.optimizer import cases as optimizer
 from tests.rotary import cases as rotary
 
@@ -48,13 +47,13 @@ def of_norm(rms: bool, rows: int, cols: int, dtype) -> Callable:
 
 
 def of_modulated_norm() -> None:
-    case = modulated_norm.make(False, 2, 8, 1024, BF16, form="gated")
-    modulated_norm.results(case.ours, case)
+    case = forms.make("gated", (2, 8, 1024), BF16)
+    forms.results(case.ours, case)
 
 
 def of_branch() -> None:
-    case = branch.make("add", (3, 16, 1024), BF16)
-    branch.results(case.ours, case)
+    case = forms.make("add", (3, 16, 1024), BF16)
+    forms.results(case.ours, case)
 
 
 def of_gate(dtype) -> Callable:

@@ -31,7 +31,6 @@ import onepass
 from onepass import functional, numerics, reference
 from tests.attention import cases as attention_cases
 from tests.attention_decode import cases as attention_decode_cases
-from tests.branch import cases as branch_cases
 from tests.faults.border import BORDER, Border
 from tests.faults.input_classes import CLASSES, REAL
 from tests.faults.test_input_classes import INTERNAL, memory_of
@@ -39,8 +38,8 @@ from tests.gate import cases as gate_cases
 from tests.group_norm import cases as group_norm_cases
 from tests.linear import cases as linear_cases
 from tests.loss import cases as loss_cases
-from tests.modulated_norm import cases as modulated_norm_cases
 from tests.norm import cases as norm_cases
+from tests.norm import forms
 from tests.rotary import cases as rotary_cases
 from tests.support import isolated
 from tests.support.calls import CALLS
@@ -101,17 +100,20 @@ def modulated_norm(rng: Random) -> None:
     dtype, border = rng.choice(DTYPES), Border(rng)
     narrow = norm_cases.FLOATS if dtype is not F64 else (F64,)
     tokens = [rng.choice((1, 2, 3, 40)) for _ in range(rng.randint(1, 2))]
-    size = rng.choice((1, 3)), tokens, rng.choice((8, 33, 100, 257))
-    form, per = rng.choice(("plain", "add", "gated")), rng.choice(modulated_norm_cases.PER)
+    size = rng.choice((1, 3)), *tokens, rng.choice((8, 33, 100, 257))
+    form, per = rng.choice(forms.MODULATED), rng.choice(forms.PER)
     options = {"scale_dtype": rng.choice(narrow), "residual_dtype": rng.choice(narrow)}
-    rms, shift, cases = rng.random() < 0.5, rng.random() < 0.8, []
+    options |= {"rms": rng.random() < 0.5, "shift": rng.random() < 0.8}
+    check_form(border, form, size, dtype, per, **options)
+
+
+def check_form(border: Border, *arguments, **options) -> None:
+    cases = []
     for draw in range(12):
-        case = modulated_norm_cases.make(
-            rms, *size, dtype, per, form, shift=shift, seed=draw, **options
-        )
+        case = forms.make(*arguments, seed=draw, **options)
         case.tensors = {n: border.carve(f"{n} of {draw}", t) for n, t in case.tensors.items()}
         cases.append(case)
-    modulated_norm_cases.check(*cases)
+    forms.check(*cases)
     border.check()
 
 
@@ -120,18 +122,12 @@ def branch(rng: Random) -> None:
     narrow = norm_cases.FLOATS if dtype is not F64 else (F64,)
     tokens = [rng.choice((1, 2, 3, 40)) for _ in range(rng.randint(0, 2))]
     size = rng.choice((1, 3, 5)), *tokens, rng.choice((8, 33, 100, 257))
-    form, scale = rng.choice(branch_cases.FORMS), rng.choice(branch_cases.SCALES)
+    form, scale = rng.choice(forms.BRANCHES), rng.choice(forms.SCALES)
     options = {"scale_dtype": rng.choice(narrow), "residual_dtype": rng.choice(narrow)}
     options |= {"p": rng.choice((0.0, 0.3)), "affine": rng.random() < 0.8}
     if form == "alone":
         del options["residual_dtype"]
-    cases = []
-    for draw in range(12):
-        case = branch_cases.make(form, size, dtype, scale, seed=draw, **options)
-        case.tensors = {n: border.carve(f"{n} of {draw}", t) for n, t in case.tensors.items()}
-        cases.append(case)
-    branch_cases.check(*cases)
-    border.check()
+    check_form(border, form, size, dtype, scale, **options)
 
 
 def dropout(rng: Random) -> None:

@@ -170,6 +170,7 @@ def test_silu_is_rounded_once_to_16_bits(dtype, last):
 
 
 @everywhere
+@pytest.mark.grid(3)
 @orders
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 @pytest.mark.parametrize("bias", [-1e3, -100.0, -95.0, -88.5, -80.0, -20.0, 20.0, 90.0, 1e3])

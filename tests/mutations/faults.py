@@ -25,7 +25,7 @@ def _of(prefix: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
 FAULTS = [
     *_of(
         "csrc/cpu/norm/",
-        "tests/norm tests/modulated_norm",
+        "tests/norm",
         ("forward.cpp", "squares / n - correction * correction", "squares / n"),
         ("forward.cpp", "first_element + tile", "tile"),
         ("forward.cpp", "std::min(end, (group + 1) * args.tokens)", "end"),
@@ -61,7 +61,7 @@ FAULTS = [
     ),
     *_of(
         "csrc/cpu/",
-        "tests/dropout tests/branch",
+        "tests/dropout tests/norm",
         ("dropout.cpp", "row * args.cols + tile", "tile"),
         (
             "random.h",

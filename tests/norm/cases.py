@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional, numerics, reference
-from tests.support.seeds import drawn_seed
+from tests.support.seeds import drawn_seed, set_seed
 from tests.support.threads import one_thread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,7 +72,7 @@ class Case:
         if residual is None:
             return (getattr(functional, self.name)(input, self.shape, *rest, **keywords),)
         keywords |= {"dropout_p": self.dropout_p, "residual_dtype": self.residual_dtype}
-        torch.manual_seed(5)
+        set_seed(5)
         return getattr(functional, self.name)(input, residual, self.shape, *rest, **keywords)
 
     def dropped(self, input):

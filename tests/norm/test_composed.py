@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import onepass
 from onepass import functional, numerics, reference
-from tests.norm.cases import DTYPES, FLOATS, make, outputs_and_gradients, raw_backward
+from tests.norm.cases import FLOATS, raw_backward
 
 NORMS = ("layer_norm", "rms_norm")
 norms = pytest.mark.parametrize("name", NORMS)
@@ -67,18 +67,6 @@ def test_one_tensor_as_both_input_and_residual(name):
 
 
 @norms
-def test_gradients_of_input_and_residual_are_not_one_storage(name):
-    """They are equal, and computed once; accumulating into one must not change the other."""
-    x, r = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
-    y, stream = getattr(functional, f"add_{name}")(x, r, 8)
-    (2 * y.sum() + stream.pow(2).sum()).backward()
-    assert torch.equal(x.grad, r.grad)
-    expected = r.grad.clone()
-    x.grad.add_(1)
-    assert torch.equal(r.grad, expected)
-
-
-@norms
 def test_a_graph_kept_for_a_second_backward_repeats_it(name):
     x, w = torch.randn(40, 80, requires_grad=True), torch.randn(80, requires_grad=True)
     loss = getattr(functional, name)(x, 80, w).pow(2).sum()
@@ -103,44 +91,6 @@ def test_editing_what_the_backward_needs_raises(name):
 
 
 # ---- contracts ----------------------------------------------------------------------------------
-
-
-@adds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cols", [5, 1000, 5000])  # within a vector; one pass; more than one block
-def test_rows_follow_a_permutation_of_the_batch(rms, dtype, cols):
-    """Outputs and gradients of a row do not depend on its neighbours or its place, bit for bit."""
-    stream = torch.float32 if dtype != torch.float64 else dtype
-    case = make(rms, 9, cols, dtype, residual=True, residual_in=stream)
-    case.gradients = (torch.randn(9, cols).to(dtype), torch.randn(9, cols).to(stream))
-    before = outputs_and_gradients(case.ours, case, wrt=("input", "residual"))
-    order = torch.randperm(9)
-    case.input, case.residual = case.input[order], case.residual[order]
-    case.gradients = tuple(gradient[order] for gradient in case.gradients)
-    after = outputs_and_gradients(case.ours, case, wrt=("input", "residual"))
-    for expected, found in zip(before, after, strict=True):
-        for name in expected:
-            assert torch.equal(expected[name][order], found[name]), name
-
-
-@adds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, cols", [(7, 33), (5, 8), (3, 1000)])
-def test_borders_of_strided_tensors(rms, dtype, rows, cols):
-    """Inputs and upstream gradients lie in buffers of NaN, which must not be read or written."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    buffers = [torch.full((2 * rows + 2, cols + 9), float("nan"), dtype=dtype) for _ in range(4)]
-    views = [buffer[1 : 1 + 2 * rows : 2, 4 : 4 + cols] for buffer in buffers]
-    for view in views:
-        view.copy_(torch.randn(rows, cols))
-    before = [buffer.view(integers).clone() for buffer in buffers]
-    case = make(rms, rows, cols, dtype, residual=True)
-    case.input, case.residual, case.gradients = views[0], views[1], tuple(views[2:])
-    for results in outputs_and_gradients(case.ours, case):
-        for name, value in results.items():
-            assert not value.isnan().any(), f"{name} has read a neighbour"
-    for buffer, bits in zip(buffers, before, strict=True):
-        assert torch.equal(buffer.view(integers), bits)
 
 
 def test_messages_of_the_backward_name_its_own_arguments():
@@ -173,32 +123,6 @@ def test_a_parameter_on_meta_is_checked_like_any_tensor(name):
         return
     with pytest.raises(RuntimeError, match=rf"^{name}: input must end in normalized_shape \(5,\)"):
         getattr(functional, name)(parameter, 5)
-
-
-# ---- layouts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "size, stride, shape",
-    [
-        ((1, 4, 1, 16), (999, 16, 777, 1), (16,)),  # strides of single elements mean nothing
-        ((4, 16, 1), (16, 1, 55), (16, 1)),
-        ((5, 16), (3, 1), (16,)),  # overlapping rows
-        ((2,) * 10, (512, 1, 2, 256, 4, 128, 8, 64, 16, 32), (2,)),  # nothing merges
-    ],
-)
-@norms
-def test_odd_strides(name, size, stride, shape):
-    x = torch.randn(1024).as_strided(size, stride)
-    found = getattr(functional, name)(x, shape, eps=1e-5)
-    assert torch.equal(found, getattr(functional, name)(x.clone().contiguous(), shape, eps=1e-5))
-    torch.testing.assert_close(found, getattr(F, name)(x, shape, eps=1e-5))
-
-
-def test_views_with_the_negative_bit():
-    x, w = torch._neg_view(torch.randn(4, 8)), torch._neg_view(torch.randn(8))
-    torch.testing.assert_close(functional.rms_norm(x, 8, w), F.rms_norm(x, (8,), w))
-    assert torch.equal(functional.add_dropout(x, torch.zeros(4, 8), 0.0), x.resolve_neg())
 
 
 # ---- torch --------------------------------------------------------------------------------------
@@ -236,8 +160,7 @@ class Block(torch.nn.Module):
         return x + self.dropout(self.linear(self.second(x)))
 
 
-@pytest.mark.parametrize("norm", [onepass.nn.LayerNorm, onepass.nn.RMSNorm])
-@pytest.mark.parametrize("eps", [1e-5, 1])
+@pytest.mark.parametrize("norm, eps", [(onepass.nn.LayerNorm, 1), (onepass.nn.RMSNorm, 1e-5)])
 def test_several_norms_in_one_dynamic_graph(norm, eps):
     """dynamic=True makes symbolic floats of eps and of weight_offset's default."""
     block = Block(norm, 16, eps=eps)

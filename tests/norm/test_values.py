@@ -19,7 +19,6 @@ from tests.norm.cases import (
     FLOATS,
     LONG,
     UNALIGNED,
-    Case,
     check,
     check_draws,
     dtypes,
@@ -149,17 +148,6 @@ def test_gradients_through_one_output(executor, rms, through):
     check(*cases)
 
 
-@kinds
-def test_upstream_gradients_of_any_layout(executor, rms, residual):
-    g = torch.randn(65, 21).t()  # columns not dense
-    expanded = torch.randn(65).expand(21, 65)  # rows of stride 0
-    for gradient in (g, expanded, torch.ones(()).expand(21, 65)):
-        cases = [make(rms, 21, 65, residual=residual, seed=seed) for seed in range(executor.draws)]
-        for case in cases:
-            case.gradients = (gradient, gradient) if residual else (gradient,)
-        check(*cases)
-
-
 @everywhere
 @kinds
 def test_one_dimension(rms, residual):
@@ -183,40 +171,6 @@ def check_laid_out(executor: Executor, change, *arguments, **keywords) -> None:
         dense.gradients = case.gradients
         for one, other in zip(results(case), results(dense), strict=True):
             assert torch.equal(one, other), case.text
-
-
-def strided(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in another layout, inside a buffer that is NaN everywhere else."""
-    a, b, c = tensor.shape
-    buffers = {
-        "every other": ((a, 2 * b, c), lambda t: t[:, ::2]),
-        "wide rows": ((a, b, c + 5), lambda t: t[..., 3 : 3 + c]),
-        "wide aligned rows": ((a, b, c + 16), lambda t: t[..., 8 : 8 + c]),
-        "transposed": ((b, a, c), lambda t: t.transpose(0, 1)),
-        "columns first": ((c, a, b), lambda t: t.permute(1, 2, 0)),
-        "odd offset": ((a * b * c + 1,), lambda t: t[1:].view(a, b, c)),
-    }
-    size, view = buffers[layout]
-    buffer = torch.full(size, float("nan"), dtype=tensor.dtype)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
-LAYOUTS = ["every other", "wide rows", "wide aligned rows", "transposed", "columns first"]
-
-
-@pytest.mark.emulator_grid
-@kinds
-@pytest.mark.parametrize("layout", [*LAYOUTS, "odd offset"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_layouts(executor, rms, residual, layout, dtype):
-    def change(case):
-        case.input = strided(case.input, layout)
-        if residual:
-            case.residual = strided(case.residual, "wide rows")
-
-    for size, cols in (((6, 5), 40), ((2, 2), 2056)):
-        check_laid_out(executor, change, rms, size, cols, dtype, residual=residual)
 
 
 @kinds
@@ -244,65 +198,6 @@ def test_four_row_dimensions_that_do_not_merge(executor, rms, residual):
 
 @everywhere
 @kinds
-def test_expanded_rows(rms, residual):
-    for name in ("input", "residual") if residual else ("input",):
-        case = make(rms, (10,), 64, residual=residual)
-        setattr(case, name, getattr(case, name)[:1].expand(10, 64))
-        check(case)
-
-
-@rms_or_layer
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("layout", ["odd offset", "every third"])
-def test_weight_and_bias_of_any_layout(executor, rms, dtype, layout):
-    def view(tensor):
-        buffer = torch.full((3 * tensor.numel(),), float("nan"), dtype=dtype)
-        laid = buffer[::3] if layout == "every third" else buffer[1 : tensor.numel() + 1]
-        return laid.copy_(tensor)
-
-    def change(case):
-        case.weight, case.bias = view(case.weight), None if rms else view(case.bias)
-
-    for cols in (45, 48):
-        check_laid_out(executor, change, rms, 11, cols, dtype)
-
-
-@everywhere
-def test_statistics_of_any_layout():
-    x, doutput, weight = torch.randn(11, 45), torch.randn(11, 45), torch.randn(45)
-    ops = torch.ops.onepass
-    options = (x, weight, None, None)
-    _, _, *statistics = ops.norm_forward(
-        x, None, weight, None, None, (45,), 0, 1e-5, 0.0, 0.0, None, None, True
-    )
-    apart = [number.repeat_interleave(3)[::3] for number in statistics]
-    numbers = ((45,), 0, 0.0, 0.0, None, None, 5)  # of dinput and dweight
-    expected = ops.norm_backward(doutput, None, *options, *statistics, *numbers)
-    found = ops.norm_backward(doutput, None, *options, *apart, *numbers)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_offsets_beyond_32_bits():
-    """Two rows 2^31 + 5 elements apart; the memory between them is never touched."""
-    try:
-        buffer = torch.empty(2**31 + 5 + 64, dtype=torch.bfloat16)
-    except RuntimeError:
-        pytest.skip("no address space for 4 GiB")
-    x = buffer.as_strided((2, 64), (2**31 + 5, 1))
-    x.copy_(torch.randn(2, 64))
-    for rms in (False, True):
-        case = Case(rms, x, weight=torch.randn(64))
-        strided_results = outputs_and_gradients(case.ours, case)
-        case.input = x.clone(memory_format=torch.contiguous_format)
-        dense_results = outputs_and_gradients(case.ours, case)
-        for part in range(2):
-            for name, value in dense_results[part].items():
-                assert torch.equal(value, strided_results[part][name]), name
-
-
-@everywhere
-@kinds
 @pytest.mark.parametrize("size", [(0, 8), (3, 0, 8), (3, 0), (0, 0)])
 def test_empty(rms, residual, size):
     case = make(rms, size[:-1], size[-1], residual=residual)
@@ -317,12 +212,12 @@ def test_empty(rms, residual, size):
 
 
 @kinds
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("rows, cols", [(301, 513), (3, 100_003), (20_001, 3)])
-def test_bitwise_equal_for_any_number_of_threads(rms, residual, dtype, rows, cols):
-    case = make(rms, rows, cols, dtype, residual=residual, dropout_p=0.2 if residual else 0.0)
+@pytest.mark.parametrize("rows, cols", [(3, 100_003), (20_001, 3)])
+def test_bitwise_equal_for_any_number_of_threads(rms, residual, rows, cols):
+    """Few long rows, many short ones; all_families has others."""
+    case = make(rms, rows, cols, BF16, residual=residual, dropout_p=0.2 if residual else 0.0)
     results = []
-    for threads in (1, 2, 3, 5):
+    for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         results.append(outputs_and_gradients(case.ours, case))
     for other in results[1:]:
@@ -333,7 +228,7 @@ def test_bitwise_equal_for_any_number_of_threads(rms, residual, dtype, rows, col
 
 @kinds
 def test_a_row_does_not_depend_on_its_batch(executor, rms, residual):
-    for cols in (40, 33, 2056, LONG[F32] + 3) if executor.is_cuda else (40, 8192):
+    for cols in (33, 2056, LONG[F32] + 3) if executor.is_cuda else (8192,):
         whole = make(rms, 7, cols, residual=residual)
         outputs, gradients = outputs_and_gradients(whole.ours, whole, wrt=["input"])
         parts = [slice(0, 2), slice(3, 4), slice(1, 4), slice(2, 6)]
@@ -409,6 +304,7 @@ def test_one_column_has_no_gradient(residual, dtype, eps):
 
 
 @everywhere
+@pytest.mark.grid(2)
 @kinds
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("cols", [1, 2, 3])

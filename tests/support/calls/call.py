@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import onepass  # noqa: F401  (which registers the operators)
+from tests.support.seeds import set_seed
 
 F32 = torch.float32
 RAW = torch.ops.onepass
@@ -44,7 +45,7 @@ class Call:
 
     def results(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """Those that can have a gradient; what is dropped is the same in each call."""
-        torch.manual_seed(3)
+        set_seed(3)
         return [result for result in self.run(**tensors) if result.is_floating_point()]
 
 

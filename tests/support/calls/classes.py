@@ -9,6 +9,7 @@ import torch
 import onepass
 from onepass.optim.contract import LAYOUT, Hyper
 from tests.support.calls.call import RAW, Call, flat, randn, sixteenths
+from tests.support.seeds import set_seed
 
 BATCH, ROWS = 2, 5
 LAYOUT_COLUMNS, STEP_COLUMN, MOMENT_COLUMN = (LAYOUT[k] for k in ("columns", "step", "moments"))
@@ -22,7 +23,7 @@ def _modules():
 
     def call(name, make, inputs, stock=True, composed=False):
         def module_of(namespace):
-            torch.manual_seed(0)
+            set_seed(0)
             return make(namespace)
 
         def tensors():
@@ -37,7 +38,7 @@ def _modules():
                 module, names = module_of(namespace), set(inputs())
                 own = {k.replace("/", "."): v for k, v in tensors.items() if k not in names}
                 given = [v for k, v in tensors.items() if k in names]
-                torch.manual_seed(1)
+                set_seed(1)
                 return flat(torch.func.functional_call(module, own, tuple(given)))
 
             return run

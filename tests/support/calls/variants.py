@@ -69,14 +69,15 @@ def _norm(name: str, shape: tuple[int, ...], **options) -> Callable:
 
 def modulated_norms() -> Iterator[Call]:
     rows = (2, 3, 8)
-    for kind, per in itertools.product(KINDS, ((2, 8), (2, 1, 8), rows)):
+    some = (("shift", "gate", "residual"), ("gate",), ("shift", "gate"), ())
+    for number, (kind, per) in enumerate(itertools.product(KINDS, ((2, 8), (2, 1, 8), rows))):
         given = {"input": randn(*rows), "residual": randn(*rows, seed=1)}
         given |= {n: randn(*per, seed=i) for i, n in enumerate(("scale", "shift", "gate"), 2)}
 
         def run(kind=kind, **tensors):
             return getattr(functional, f"modulated_{kind}")(normalized_shape=8, **tensors)
 
-        for left_out in (("shift", "gate", "residual"), ("gate",), ("shift", "gate"), ()):
+        for left_out in some[number % 2 :: 2]:
             names = [name for name in given if name not in left_out]
             grows = {n: (0,) if len(given[n].shape) == 2 else (0, 1) for n in names}
             if len(per) == 3 and per[1] == 1:
@@ -90,6 +91,9 @@ def branches() -> Iterator[Call]:
     scales = {"column_scale": randn(8), "row_scale": torch.tensor([1.25, 0.0, 1.25])}
     given = {"input": randn(*rows, seed=1), "residual": randn(*rows, seed=2)}
     weights = {"weight": randn(8, seed=3), "bias": randn(8, seed=4)}
+    yield variant(
+        "add_dropout of nothing", functools.partial(functional.add_dropout, p=0.0), **given
+    )
     for names, p in itertools.product(
         (("column_scale",), ("row_scale",), tuple(scales)), (0.0, 0.4)
     ):
@@ -101,10 +105,9 @@ def branches() -> Iterator[Call]:
         yield variant(f"add_dropout {text}", add, constant, **given, **some)
         yield variant(f"a branch alone {text}", add, constant, input=given["input"], **some)
         for kind in KINDS:
-            own = _some(weights, "weight") if kind == "rms_norm" else weights
-            run = _norm(f"add_{kind}", (8,), dropout_p=p)
-            yield variant(f"add_{kind} {text}", run, constant, **given, **some, **own)
-            yield variant(f"add_{kind} {text}, no weight", run, constant, **given, **some)
+            own = {} if p else _some(weights, *(("weight",) if kind == "rms_norm" else weights))
+            run, of_weights = _norm(f"add_{kind}", (8,), dropout_p=p), ", no weight" * bool(p)
+            yield variant(f"add_{kind} {text}{of_weights}", run, constant, **given, **some, **own)
 
 
 def gates() -> Iterator[Call]:
@@ -138,7 +141,8 @@ def group_norms() -> Iterator[Call]:
 def causal_convolutions() -> Iterator[Call]:
     grows = {"x": (0, 1, 2), "weight": (0,), "bias": (0,), "initial_state": (0, 1)}
     numbers = torch.tensor([[0, 0, 0, 1, 2], [4, 4, 4, 4, 4]])
-    for last, width, activation in itertools.product((False, True), (2, 4, 5), (None, "silu")):
+    for number, (last, width) in enumerate(itertools.product((False, True), (2, 4, 5))):
+        activation = (None, "silu")[number % 2]
         x = randn(2, 5, 3).mT if last else randn(2, 3, 5)
         own = {"bias": randn(3, seed=1), "initial_state": randn(2, 3, width - 1, seed=2)}
 
@@ -179,7 +183,7 @@ def losses() -> Iterator[Call]:
 
     target = torch.tensor([3, 0, -100, 4])
     layer = {"linear_weight": randn(5, 8), "linear_bias": randn(5, seed=1)}
-    for name, options in OPTIONS.items():
+    for number, (name, options) in enumerate(OPTIONS.items()):
         options = dict(options)
         weight = {"weight": randn(5).abs()} if options.pop("weighted", False) else {}
 
@@ -191,9 +195,9 @@ def losses() -> Iterator[Call]:
 
         of = {"constant": ("weight",), "grows": {"input": (0,), "target": (0,)}, "target": target}
         yield variant(f"cross_entropy {name}", loss, input=randn(4, 5), **weight, **of)
-        for some in (("linear_weight",), tuple(layer)):
-            given = {"input": randn(4, 8)} | _some(layer, *some) | weight
-            yield variant(f"linear_cross_entropy {name}, {some}", linear, **given, **of)
+        some = ("linear_weight",) if number % 2 else tuple(layer)
+        given = {"input": randn(4, 8)} | _some(layer, *some) | weight
+        yield variant(f"linear_cross_entropy {name}, {some}", linear, **given, **of)
 
 
 def rotaries() -> Iterator[Call]:
@@ -205,8 +209,9 @@ def rotaries() -> Iterator[Call]:
         "seq_first": lambda n: randn(2, 3, n, 8),
     }
     of = {"constant": tuple(tables), "grows": {"query": (0,), "key": (0,)}}
-    for order, interleaved in itertools.product(heads, (False, True)):
-        for names in ((), ("query_weight",), ("key_weight",), tuple(weights)):
+    some = ((), ("query_weight",), ("key_weight",), tuple(weights))
+    for number, (order, interleaved) in enumerate(itertools.product(heads, (False, True))):
+        for names in some[(number + number // 2) % 2 :: 2]:
             given = {"query": heads[order](4), "key": heads[order](2)} | _some(weights, *names)
             options = {"interleaved": interleaved, "seq_first": order == "seq_first"}
             options |= {"eps": 1e-3, "weight_offset": 0.5} if names else {}

@@ -1,0 +1,379 @@
+"""Values and gradients of modulated norms and of scaled branches, against torch's compositions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from onepass import functional
+from tests.emulator.executors import everywhere, on_cuda
+from tests.norm.forms import (
+    BF16,
+    BRANCHES,
+    F16,
+    F32,
+    LONG,
+    MODULATED,
+    RAW,
+    check,
+    check_draws,
+    dtypes,
+    each_form,
+    every,
+    make,
+    results,
+)
+from tests.support.results import assert_same_bits
+
+pytestmark = pytest.mark.isa
+normed = pytest.mark.parametrize("form", ["layer", "rms"])
+
+
+@pytest.mark.emulator_grid(2)
+@every
+@dtypes
+def test_values_and_gradients(executor, dtype, form, scale, options):
+    # Blocks of four rows and single rows, a tail; on CUDA rows of a warp, aligned and not.
+    for cols in (72, 1001) if executor.is_cuda else (7, 1030):
+        draws = 8 if cols < 16 else max(executor.draws, 2 * ("p" in options))
+        check_draws(form, (3, 5, cols), dtype, scale, **options, draws=draws)
+
+
+@pytest.mark.emulator_grid
+@pytest.mark.parametrize(
+    "form, rms", [*((form, rms) for form in ("plain", "gated") for rms in (False, True)),
+                  *((form, False) for form in BRANCHES)]
+)  # fmt: skip
+@dtypes
+def test_long_rows(executor, dtype, form, rms):
+    """On CUDA longer than the rows that a norm keeps in registers, and several tiles of columns."""
+    p = 0.25 if form in BRANCHES else 0.0
+    for cols in (LONG[dtype], LONG[dtype] + 3):
+        check(make(form, (3, 2, cols), dtype, rms=rms, p=p))
+
+
+@everywhere
+@each_form
+@pytest.mark.parametrize("batch, tokens", [(1, 300), (3, 128), (4, 64), (300, 1), (1, 1)])
+def test_rows(batch, tokens, form):
+    """Sums of one run of rows, of several, of several chunks."""
+    check(*(make(form, (batch, tokens, 264), seed=seed) for seed in range(2)))
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@each_form
+def test_16_bit_results_are_unbiased(dtype, form):
+    check(make(form, (2, 32, 256), dtype, "columns"))
+
+
+@everywhere
+@pytest.mark.grid(2)
+@pytest.mark.parametrize(
+    "dtype, scale_dtype, residual_dtype",
+    [(BF16, F32, BF16), (BF16, F32, F32), (F16, F32, F16), (F32, BF16, F32), (BF16, F16, BF16)],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["gated-sample", "gated-ones", "gated-row", "layer", "rms", "add"])
+def test_mixed_dtypes(executor, form, dtype, scale_dtype, residual_dtype):
+    """As of a timestep in float32; the output has the input's dtype."""
+    form, _, per = form.partition("-")
+    options = {"scale_dtype": scale_dtype, "residual_dtype": residual_dtype}
+    for cols in (129, 136):
+        check_draws(form, (3, 5, cols), dtype, per, **options, draws=executor.draws)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "form, options",
+    [
+        *((f, {"shift": shift, "rms": rms})
+          for f in ("plain", "added") for shift in (False, True) for rms in (False, True)),
+        ("layer", {"affine": False}), ("rms", {"affine": False}), ("rms", {"offset": 1.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_without_some_tensors(executor, form, options):
+    check_draws(form, (3, 6, 72), **options, draws=executor.draws)
+
+
+@pytest.mark.parametrize("residual_dtype", [F32, BF16], ids=str)
+def test_add_of_two_dtypes(residual_dtype):
+    check(make("added", (2, 9, 600), BF16, residual_dtype=residual_dtype))
+
+
+@everywhere
+@each_form
+@pytest.mark.parametrize("cols", [65, 2056])
+def test_gradients_for_some_arguments_only(cols, form):
+    case = make(form, (2, 40, cols), p=0.2 if form in BRANCHES else 0.0)
+    expected = results(case.ours, case)
+    pairs = [("weight", "column_scale"), ("input", "gate")]
+    for names in (*((name,) for name in case.tensors), *pairs):
+        if set(names) <= case.tensors.keys() and names != ("bias",):
+            found = results(case.ours, case, wrt=names)
+            assert_same_bits(found, {name: expected[name] for name in found}, str(names))
+            assert {f"d{name}" for name in names} <= found.keys()
+
+
+@everywhere
+def test_a_backward_of_the_operator():
+    """Gradients outside the mask have size 0; an upstream gradient may have another dtype."""
+    case = make("gated", (2, 5, 64), BF16, scale_dtype=F32)
+    t, (doutput, dh) = case.tensors, case.gradients
+    forward = {"normalized_shape": [64], "kind": 0, "eps": 1e-5, "save_statistics": True}
+    _, h, mean, rstd = RAW.modulated_norm_forward(**t, out_dtype=None, **forward)
+
+    def backward(grad_mask=31, doutput=doutput):
+        given = {"x": h, "branch": t["input"], "mean": mean, "rstd": rstd, "doutput": doutput}
+        given |= {name: t[name] for name in ("scale", "shift", "gate")} | {"dresidual_out": dh}
+        rest = {"normalized_shape": [64], "kind": 0, "input_dtype": None, "residual_dtype": None}
+        return RAW.modulated_norm_backward(**given, **rest, grad_mask=grad_mask)
+
+    every, expected = backward(), results(case.ours, case)
+    names = ("dinput", "dresidual", "dscale", "dshift", "dgate")
+    assert_same_bits(dict(zip(names, every, strict=True)), {n: expected[n] for n in names})
+    for mask in (0, 2, 9, 20):
+        for bit, (one, other) in enumerate(zip(backward(mask), every, strict=True)):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other) if mask >> bit & 1 else one.shape == (0,)
+    for one, other in zip(backward(doutput=doutput.float()), every, strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- as other calls ------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@normed
+@pytest.mark.parametrize("cols", [65, 2056])
+def test_scales_of_one_are_the_plain_call(executor, cols, form, p):
+    """To the bit where rows are summed in the same order: the same terms are added."""
+    case = make(form, (2, 9, cols), p=p)
+    case.tensors["column_scale"].fill_(1.0)
+    case.row_scale = torch.ones(2)
+    found = results(case.ours, case)
+    del case.tensors["column_scale"]
+    case.row_scale = None
+    expected = results(case.ours, case)
+    for name in ("h", "y", "dinput", "dresidual"):
+        if name == "h" or not executor.is_cuda:  # of modulated instances on CUDA: other threads
+            assert torch.equal(found[name], expected[name]), name
+
+
+@everywhere
+@pytest.mark.parametrize("size", [(1, 72), (1, 1, 72), (1, 12, 72)], ids=str)
+def test_as_a_plain_norm_with_weight_and_bias(size):
+    """One scale for all: a weight that is 1 + scale, bit for bit on the CPU's path of rows."""
+    x, scale, shift = torch.randn(1, 12, 72), torch.randn(72), torch.randn(72)
+    found = functional.modulated_layer_norm(x, 72, scale.expand(size), shift.expand(size))
+    assert torch.equal(found, functional.layer_norm(x, 72, 1 + scale, shift))
+
+
+@on_cuda
+@dtypes
+@pytest.mark.parametrize("form", ["add", "alone"])
+@pytest.mark.parametrize("shape", [(3, 5, 72), (3, 2, 257), (4, 8)], ids=str)
+def test_bitwise_the_cpus(executor, shape, dtype, form):
+    """From one seed: the sum, and the gradient of the branch."""
+    case = make(form, shape, dtype, p=0.3)
+    t, scales = case.tensors, (case.tensors["column_scale"], case.row_scale)
+    seed = torch.tensor([3, 4])
+    forward = (t["input"], t.get("residual"), *scales, seed, 0.3, None)
+    assert torch.equal(CPUS_FORWARD(*forward), RAW.branch_forward(*forward))
+    backward = (case.gradients[0], t["input"], *scales, seed, 0.3, None, 1)
+    assert torch.equal(CPUS_BACKWARD(*backward)[0], RAW.branch_backward(*backward)[0])
+
+
+CPUS_FORWARD = RAW.branch_forward.default  # whatever the executor
+CPUS_BACKWARD = RAW.branch_backward.default
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("form", ["gated", "rms", "add"])
+def test_many_dimensions(dtype, form):
+    """Images and video: (batch, frames, height, width, channels), none of which merge."""
+    case = make(form, (3, 3, 2, 2, 24), dtype, "ones", rms=True)
+    expected = results(case.ours, case)
+    order = (0, 3, 2, 1, 4)  # its own inverse
+    case.tensors["input"] = case.tensors["input"].permute(order).contiguous().permute(order)
+    assert_same_bits(results(case.ours, case), expected)
+
+
+@everywhere
+@pytest.mark.parametrize("form", ["gated", "layer", "rms"])
+def test_rows_of_several_dimensions(form):
+    case = make(form, (3, 5, 6 * 8))
+    expected = results(case.ours, case)
+    case.tensors = {name: tensor.unflatten(-1, (6, 8)) for name, tensor in case.tensors.items()}
+    case.gradients = tuple(gradient.unflatten(-1, (6, 8)) for gradient in case.gradients)
+    case.row_dims = 2
+    found = {name: tensor.flatten(-2) for name, tensor in results(case.ours, case).items()}
+    assert_same_bits(found, expected)
+
+
+@everywhere
+@each_form
+def test_samples_of_one_row(form):
+    case, flat = make(form, (5, 72)), make(form, (5, 72))
+    flat.tensors |= {
+        n: case.tensors[n][:, None] for n in ("input", "residual") if n in case.tensors
+    }
+    flat.gradients = tuple(g[:, None] for g in case.gradients)
+    found = {n: t.view(results_shape(t)) for n, t in results(flat.ours, flat).items()}
+    assert_same_bits(found, results(case.ours, case))
+
+
+def results_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape) if tensor.dim() < 3 else (len(tensor), tensor.shape[-1])
+
+
+@everywhere
+def test_one_row_without_a_batch():
+    x, c, one = torch.randn(40), torch.randn(40), torch.tensor(2.0)
+    for function in (
+        lambda x, c, r: functional.modulated_layer_norm(x, 40, c),
+        lambda x, c, r: functional.add_layer_norm(x, x, 40, column_scale=c.view(40), row_scale=r)[
+            1
+        ],
+        lambda x, c, r: functional.add_dropout(x, x, 0.0, column_scale=c.view(40), row_scale=r),
+    ):
+        assert torch.equal(function(x, c, one), function(x[None], c[None], one[None])[0])
+
+
+@everywhere
+@each_form
+@pytest.mark.parametrize("size", [(0, 3, 8), (2, 0, 8), (2, 3, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("scale", ["sample", "row", "rows"])
+def test_empty(scale, size, form):
+    case = make(form, size, scale=scale)
+    found = results(case.ours, case)
+    assert all(found[name].shape == size for name in case.outputs)
+    for name in {"scale", "shift", "gate", "column_scale"} & case.tensors.keys():
+        gradient = found[f"d{name}"]
+        assert gradient.shape == case.tensors[name].shape and not gradient.any()
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "form, name",
+    [*(("gated", name) for name in ("input", "residual", "scale", "shift", "gate")),
+     *((f, name) for f in ("layer", "add") for name in ("input", "residual", "column_scale"))],
+)  # fmt: skip
+def test_not_finite_elements_stay_where_torchs_do(form, name, value):
+    case = make(form, (3, 4, 40))
+    case.row_scale = None if form in MODULATED else torch.tensor([1.25, 2.0, 0.5])
+    case.tensors[name].view(-1)[7] = value
+    found, expected = results(case.ours, case), results(case.torchs, case, double=True)
+    for output, tensor in found.items():
+        assert torch.equal(tensor.isfinite(), expected[output].isfinite()), output
+
+
+@everywhere
+@pytest.mark.parametrize("form", ["gated", *BRANCHES])
+@pytest.mark.parametrize("factor", [1e-15, 1e-4, 1e4, 1e15])
+def test_magnitudes(factor, form):
+    cases = [make(form, (3, 5, 200), seed=seed) for seed in range(2)]
+    for case in cases:
+        for name in {"input", "residual"} & case.tensors.keys():
+            case.tensors[name] = case.tensors[name] * factor
+    check(*cases)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "form, factors",
+    [("plain", {"scale": 1e6, "shift": 1e-6}), ("layer", {"column_scale": 1e-5})],
+)
+def test_magnitudes_of_scales(form, factors):
+    """Large scales of small shifts; gamma as it begins, where the branch hardly shows."""
+    cases = [make(form, (3, 50, 200), seed=seed) for seed in range(2)]
+    for case in cases:
+        for name, factor in factors.items():
+            case.tensors[name] = case.tensors[name] * factor
+    check(*cases)
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("form", MODULATED)
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+def test_one_column_has_no_gradient(form, dtype, eps):
+    """A large factor, 1 / sqrt(eps), of a difference that must be 0."""
+    case = make(form, (3, 16, 1), dtype)
+    case.eps = eps
+    found = results(case.ours, case)
+    assert torch.equal(found["y"], case.tensors["shift"][:, None].expand(3, 16, 1))
+    assert not found["dscale"].any()
+    through = torch.zeros_like(case.gradients[0]) if form == "plain" else case.gradients[1]
+    if form != "plain":
+        assert torch.equal(found["dresidual"], through)
+    if form == "gated":
+        through = through * case.tensors["gate"][:, None]
+    assert torch.equal(found["dinput"], through)
+
+
+@everywhere
+@pytest.mark.parametrize("per", ["sample", "row"])
+def test_a_scale_of_minus_one_leaves_the_shift(per):
+    case = make("plain", (2, 5, 64), scale=per)
+    case.tensors["scale"].fill_(-1.0)
+    shift = case.tensors["shift"]
+    found = results(case.ours, case)
+    assert torch.equal(found["y"], shift if per == "row" else shift[:, None].expand(2, 5, 64))
+    assert not found["dinput"].any() and found["dscale"].any()
+
+
+@everywhere
+def test_a_gate_of_zero_leaves_the_residual():
+    case = make("gated", (2, 5, 64), BF16)
+    case.tensors["gate"].zero_()
+    found = results(case.ours, case)
+    assert torch.equal(found["h"], case.tensors["residual"])
+    assert not found["dinput"].any() and found["dgate"].any()
+
+
+# ---- dropped samples -----------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("form", BRANCHES)
+@dtypes
+def test_dropped_samples_are_not_read(dtype, form):
+    """NaN in them has no effect: the stream passes, their gradient is 0, gamma's has no NaN; nor
+    has a scale that is infinite."""
+    case = make(form, (4, 5, 72), dtype, p=0.2)
+    dropped = case.row_scale == 0
+    expected = results(case.ours, case)
+    case.tensors["input"][dropped] = float("nan")
+    assert_same_bits(results(case.ours, case), expected)
+    assert not expected["dinput"][dropped].any() and expected["dinput"][~dropped].any()
+    if form != "alone":
+        assert torch.equal(expected["h"][dropped], case.tensors["residual"][dropped])
+    case.tensors["column_scale"].fill_(float("inf"))
+    found = results(case.ours, case)
+    assert found["h"][dropped].isfinite().all() and not found["dinput"][dropped].any()
+
+
+@everywhere
+def test_without_a_residual():
+    """The first block: residual_out is the scaled branch, in residual_dtype."""
+    x, gamma, factors = torch.randn(3, 4, 2, 8), torch.randn(2, 8), torch.tensor([0.0, 2.0, 1.0])
+    y, stream = functional.add_layer_norm(
+        x.to(BF16), None, (2, 8), residual_dtype=F32, column_scale=gamma, row_scale=factors
+    )
+    expected = x.to(BF16).float() * gamma * factors.view(3, 1, 1, 1)
+    assert y.dtype == BF16 and stream.dtype == F32
+    torch.testing.assert_close(stream, expected)
+    assert torch.equal(y, functional.layer_norm(stream, (2, 8)).to(BF16))
