@@ -8,24 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    Case,
-    assert_same,
-    check,
-    forward,
-)
-from tests.attention.cuda_cases import (
-    CAUSAL,
-    TILED,
-    half_and_float,
-    kinds,
-    of_kind,
-    once_per_tile,
-)
+from tests.attention.cases import BF16, F16, F32, F64, Case, assert_same, check, forward
+from tests.attention.cuda_cases import CAUSAL, TILED, half_and_float, kinds, of_kind, once_per_tile
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 

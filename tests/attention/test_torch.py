@@ -11,14 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional, numerics, reference
 from onepass._ops import attention as op
-from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    Case,
-    forward,
-)
+from tests.attention.cases import BF16, F16, F32, F64, Case, forward
 
 attend = functional.scaled_dot_product_attention
 

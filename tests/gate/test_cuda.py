@@ -10,16 +10,7 @@ import torch
 
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
-from tests.gate.cases import (
-    ACTIVATIONS,
-    BF16,
-    DTYPES,
-    F32,
-    check,
-    forms,
-    make,
-    results,
-)
+from tests.gate.cases import ACTIVATIONS, BF16, DTYPES, F32, check, forms, make, results
 from tests.support.results import assert_same_bits
 
 

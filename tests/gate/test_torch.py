@@ -12,13 +12,7 @@ import torch.nn.functional as F
 
 import onepass
 from onepass import functional, reference
-from tests.gate.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    make,
-)
+from tests.gate.cases import BF16, F16, F32, F64, make
 
 
 def test_only_the_factors_are_kept():

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from onepass import _C, functional, numerics, reference
 from onepass._ops.linear import Activation
-from tests.linear.cases import (
-    FLOATS,
-    RAW,
-    dtypes,
-    make,
-    stock,
-)
+from tests.linear.cases import FLOATS, RAW, dtypes, make, stock
 from tests.support.results import assert_same_bits, bits
 from tests.support.seeds import drawn_seed
 

@@ -53,10 +53,7 @@ def test_autocast_of_epilogues(activation):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"residual": torch.ones(3, 4)},
-            r"residual must have shape \(3, 5\), got \(3, 4\)",
-        ),
+        ({"residual": torch.ones(3, 4)}, r"residual must have shape \(3, 5\), got \(3, 4\)"),
         (
             {"residual": torch.ones(3, 5, dtype=F64)},
             "residual must have dtype float32, bfloat16 or float16 beside input",

@@ -9,16 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional, numerics
-from tests.linear.cases import (
-    NAMES,
-    Case,
-    backward,
-    check,
-    dtypes,
-    layer_gradients,
-    make,
-    results,
-)
+from tests.linear.cases import NAMES, Case, backward, check, dtypes, layer_gradients, make, results
 from tests.support.results import assert_same_bits
 
 F32 = torch.float32

@@ -16,16 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import onepass
 from onepass import functional, numerics
 from onepass._ops.decomposition import FORMULAS
-from tests.linear.cases import (
-    DTYPES,
-    FLOATS,
-    RAW,
-    backward,
-    dtypes,
-    layer_gradients,
-    make,
-    results,
-)
+from tests.linear.cases import DTYPES, FLOATS, RAW, backward, dtypes, layer_gradients, make, results
 from tests.support.results import assert_same_bits
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

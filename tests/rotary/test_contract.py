@@ -159,10 +159,7 @@ def test_operators_of_a_raw_call_with_weights():
         "query must be given with its weight, got none": (q, None),
         r"query must have shape \(2, 4, 5, 8\), got \(2, 4, 5, 6\)": (q, torch.ones(2, 4, 5, 6)),
         "query must have dtype float32 like dquery_out, got bfloat16": (q, q.bfloat16()),
-        r"dquery_out must have 4 dimensions, or 3 .*, got shape \(4, 5, 8\)": (
-            q[0],
-            q,
-        ),
+        r"dquery_out must have 4 dimensions, or 3 .*, got shape \(4, 5, 8\)": (q[0], q),
     }
     for op in (BACKWARD, torch.ops.onepass.rotary_backward_check):
         for message, (gradient, query) in wrong.items():
