@@ -343,7 +343,8 @@ def test_decompositions(dtype):
     def attention(query, key, value, bias, **options):
         return ops.attention_forward.default, (query, key, value), {"bias": bias, **options}
 
-    def linear(x, weight, bias, *, out_dtype=None):
+    def linear(x, weight, bias, *, wide=False):
+        out_dtype = torch.promote_types(x.dtype, torch.float32) if wide else None
         return ops.linear_forward.default, (x, weight, bias, out_dtype), {}
 
     def epilogue(x, weight, bias, residual, *, kind):
@@ -432,7 +433,7 @@ def test_decompositions(dtype):
         (lambda x: loss(x, x[0].abs(), reduction=0, wide=True), (x,)),
         (linear_loss, (x, weight, bias[0, :6])),
         (linear, (x, weight, bias[0, :6])),
-        (lambda *t: linear(*t, None), (x, weight)),
+        (lambda *t: linear(*t, None, wide=True), (x, weight)),
         (lambda *t: epilogue(*t, kind=0), (x, weight, bias[0, :6], residual[:, :6])),
         *(
             (lambda *t, kind=kind: epilogue(*t, None, kind=kind), (x, weight, bias[0, :6]))

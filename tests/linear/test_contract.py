@@ -103,43 +103,6 @@ def test_few_rows_are_those_of_many(in_features, out_features, threads, dtypes):
             assert_same_bits(found, {k: v[rows] for k, v in every.items()}, f"{count}, {how}:")
 
 
-@pytest.mark.isa
-@dtypes
-def test_rows_follow_a_permutation_of_the_batch(dtype):
-    case = make(77, 65, 40, dtype)
-    before = results(functional.linear, case, wrt=("input",))
-    order = torch.randperm(77)
-    case.input, case.doutput = case.input[order], case.doutput[order]
-    after = results(functional.linear, case, wrt=("input",))
-    assert_same_bits(after, {name: value[order] for name, value in before.items()})
-
-
-@pytest.mark.isa
-@dtypes
-def test_dimensions_of_rows_do_not_matter(dtype):
-    flat = make(60, 33, 29, dtype)
-    expected = results(functional.linear, flat)
-    for shape in ((60, 1), (1, 60), (3, 4, 5), (2, 3, 1, 10)):
-        case = make(60, 33, 29, dtype)
-        case.input, case.doutput = (t.unflatten(0, shape) for t in (case.input, case.doutput))
-        found = results(functional.linear, case)
-        for name in ("output", "input"):
-            assert found[name].shape[:-1] == shape
-            found[name] = found[name].flatten(0, -2)
-        assert_same_bits(found, expected, f"{shape}:")
-
-
-@pytest.mark.isa
-def test_a_second_call_repeats_the_first():
-    case = make(50, 300, 70)
-    case.input.requires_grad_()
-    output = functional.linear(**case.tensors())
-    first = torch.autograd.grad(output, case.input, case.doutput, retain_graph=True)
-    second = torch.autograd.grad(output, case.input, case.doutput)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(output, functional.linear(**case.tensors()))
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 # Around vectors, panels and strips of every level.
@@ -222,13 +185,6 @@ def test_borders_of_strided_tensors(dtype):
     assert_same_bits(every_result(case), expected)
     for name, buffer in buffers.items():
         assert torch.equal(bits(buffer), before[name]), name
-
-
-def test_results_share_no_memory():
-    case = make(4, 6, 6)
-    given = [case.input, case.weight, case.bias, case.doutput]
-    pointers = [t.data_ptr() for t in (*given, *every_result(case).values())]
-    assert len(set(pointers)) == len(pointers)
 
 
 # ---- tensors kept for the backward ---------------------------------------------------------------
