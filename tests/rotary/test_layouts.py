@@ -18,26 +18,25 @@ from tests.rotary.cases import (
     outputs_and_gradients,
 )
 
-pytestmark = everywhere
+pytestmark = [everywhere, pytest.mark.isa]
 dtypes = pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+normed = pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
 
 
-@pytest.mark.isa
 @dtypes
 @pytest.mark.parametrize("seq_first", [False, True])
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 def test_heads_or_tokens_first(dtype, norms, tokens_first, seq_first):
     case = Case(dtype, tokens_first=tokens_first, seq_first=seq_first, norms=norms)
-    check_tensors(case, case.tensors())
     tensors = case.tensors()
+    check_tensors(case, tensors)
     outputs = functional.rotary_embedding(**tensors, **case.options)
     for name, output in zip(("query", "key"), outputs, strict=True):
         assert output.stride() == tensors[name].stride()
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_slices_of_one_projection(tokens_first, norms):
     """query, key and value in one tensor; results are dense and in its order."""
@@ -54,8 +53,7 @@ def test_slices_of_one_projection(tokens_first, norms):
         assert dense.is_contiguous()
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 def test_far_and_expanded_strides(norms):
     case = Case(batch=3, table_batch=3, norms=norms)
     tensors = case.tensors()
@@ -71,8 +69,7 @@ def test_far_and_expanded_strides(norms):
     check_tensors(case, tensors)
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 def test_columns_that_are_not_dense_are_copied(norms):
     case = Case(norms=norms)
     tensors = {n: t.mT.contiguous().mT if t.dim() > 1 else t for n, t in case.tensors().items()}
@@ -82,7 +79,6 @@ def test_columns_that_are_not_dense_are_copied(norms):
     check_tensors(case, wide)
 
 
-@pytest.mark.isa
 @dtypes
 def test_memory_that_begins_anywhere(dtype):
     case = Case(dtype, norms=BOTH)
@@ -93,7 +89,6 @@ def test_memory_that_begins_anywhere(dtype):
         check_tensors(case, tensors)
 
 
-@pytest.mark.isa
 def test_strided_positions():
     case = Case(positions="batch")
     tensors = case.tensors()
@@ -106,7 +101,7 @@ def test_strided_positions():
         check_tensors(case, tensors | {"positions": positions})
 
 
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 @pytest.mark.parametrize("positions", ["", "batch"])
 @pytest.mark.parametrize("empty", ["batch", "heads", "key_heads", "tokens", "head_dim"])
 def test_empty(empty, positions, norms):
@@ -124,20 +119,6 @@ def test_empty(empty, positions, norms):
         assert not any(weight.any() for weight in weights)
 
 
-def test_upstream_gradients_of_any_layout():
-    case = Case()
-    tensors = case.tensors()
-    query = tensors.pop("query").requires_grad_()
-    del tensors["key"]
-    output, _ = functional.rotary_embedding(query, None, **tensors)
-    dense = torch.randn(output.shape)
-    for upstream in (dense.mT.contiguous().mT, dense[:1].expand_as(dense), dense.transpose(1, 2)
-                     .contiguous().transpose(1, 2)):  # fmt: skip
-        found = torch.autograd.grad(output, query, upstream, retain_graph=True)
-        expected = torch.autograd.grad(output, query, upstream.contiguous(), retain_graph=True)
-        assert torch.equal(*found, *expected)
-
-
 def test_without_a_batch():
     case = Case(batch=1)
     tensors = case.tensors()
@@ -148,23 +129,20 @@ def test_without_a_batch():
         assert torch.equal(one, other[0])
 
 
-def test_one_token_of_a_decoding_step():
-    check(Case(tokens=1, tokens_first=True, positions="batch"))
+@normed
+def test_one_token_of_a_decoding_step(norms):
+    check(Case(tokens=1, tokens_first=True, positions="batch", norms=norms))
 
 
-def test_one_token_of_a_decoding_step_after_norms():
-    check(Case(tokens=1, tokens_first=True, positions="batch", norms=BOTH))
-
-
-def test_upstream_gradients_of_any_layout_after_norms():
-    case = Case(norms=BOTH)
-    tensors = case.tensors()
-    leaves = [tensors[name].requires_grad_() for name in ("query", "query_weight")]
+@normed
+def test_upstream_gradients_of_any_layout(norms):
+    tensors = Case(norms=norms).tensors()
+    names = ("query", "query_weight") if norms else ("query",)
+    leaves = [tensors[name].requires_grad_() for name in names]
     output, _ = functional.rotary_embedding(**tensors)
     dense = torch.randn(output.shape)
-    for upstream in (dense.mT.contiguous().mT, dense[:1].expand_as(dense), dense.transpose(1, 2)
-                     .contiguous().transpose(1, 2)):  # fmt: skip
+    tokens_first = dense.transpose(1, 2).contiguous().transpose(1, 2)
+    for upstream in (dense.mT.contiguous().mT, dense[:1].expand_as(dense), tokens_first):
         found = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
         expected = torch.autograd.grad(output, leaves, upstream.contiguous(), retain_graph=True)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, found, expected))

@@ -44,26 +44,16 @@ def test_second_derivatives_of_norms(dtype, norms):
         numerics.assert_close(*each, name)
 
 
-def test_what_is_saved():
-    """Not query and key, which can be freed."""
+@pytest.mark.parametrize("norms", [(), ("query",)], ids=str)
+def test_what_is_saved(norms):
+    """Not query and key, which can be freed; with a norm its input, nothing else of its size."""
     saved = []
-    tensors = Case(tokens=50, positions="batch").tensors()
+    tensors = Case(tokens=50, positions="batch", norms=norms).tensors()
     tensors["query"].requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.rotary_embedding(**tensors)
-    kept = [tensors[name].data_ptr() for name in ("cos", "sin", "positions")]
-    assert [t.data_ptr() for t in saved] == kept
-
-
-def test_what_is_saved_with_norms():
-    """The input rows, and nothing else of that size."""
-    saved = []
-    tensors = Case(tokens=50, positions="batch", norms=("query",)).tensors()
-    tensors["query"].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        functional.rotary_embedding(**tensors)
-    kept = [tensors[n].data_ptr() for n in ("query", "query_weight", "cos", "sin", "positions")]
-    assert [t.data_ptr() for t in saved] == kept
+    names = ("query", "query_weight")[: 2 * len(norms)] + ("cos", "sin", "positions")
+    assert [t.data_ptr() for t in saved] == [tensors[name].data_ptr() for name in names]
 
 
 def test_the_norm_is_that_of_rms_norm():
