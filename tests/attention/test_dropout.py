@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepass import functional, numerics
+from onepass import functional
 from onepass.reference.dropout import philox4x32
-from tests.attention.cases import DTYPES, F32, F64, Case, base, check, definition, forward, ours
+from tests.attention.cases import DTYPES, F32, Case, check, forward, ours
 from tests.attention.dropout_cases import SEED, backward_masks, fates, forward_mask, kept
 from tests.emulator.executors import everywhere
 from tests.support.seeds import drawn_seed
@@ -86,13 +86,6 @@ def test_everything_dropped(dtype):
     assert not found["output"].any() and not found["dvalue"].any()
 
 
-def test_the_lse_knows_no_dropout():
-    case = Case(F32, 32, dropout_p=0.4)
-    t = case.tensors()
-    plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
-    assert torch.equal(forward(case, t)["lse"], plain["lse"])
-
-
 @everywhere
 def test_too_small_to_drop_anything_is_no_dropout():
     """round(65536 p) is 0."""
@@ -120,33 +113,6 @@ def test_shards_reproduce_the_mask_of_the_whole():
         assert torch.equal(forward_mask(shard, SEED), expected)
         for name, mask in backward_masks(shard, SEED).items():
             assert torch.equal(mask, expected), name
-
-
-@everywhere
-def test_a_shard_of_queries_computes_what_the_whole_does():
-    whole_t = WHOLE.tensors()
-    ref, stock = definition(WHOLE, whole_t, F64), base(WHOLE, whole_t)
-    t = whole_t | {name: whole_t[name][:, :, 40:] for name in ("query", "doutput")}
-    found = ours(replace(WHOLE, seq_q=50, query_offset=40), t)
-    for name in ("output", "lse", "dquery"):
-        numerics.assert_close(found[name], ref[name][:, :, 40:], stock[name][:, :, 40:], name)
-
-
-@everywhere
-def test_shards_of_keys_merge_by_their_lse():
-    whole_t = WHOLE.tensors()
-    ref, stock = (definition(WHOLE, whole_t, dtype)["output"] for dtype in (F64, F32))
-    parts = []
-    for first, last in ((0, 37), (37, 40), (40, 90)):
-        shard = replace(WHOLE, seq_k=last - first, key_offset=first)
-        t = dict(whole_t)
-        t |= {name: whole_t[name][:, :, first:last] for name in ("key", "value")}
-        found = forward(shard, t)
-        parts.append((found["output"].double(), found["lse"].double()))
-    outputs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
-    weights = (lses - lses.logsumexp(0)).exp()
-    merged = (outputs * weights[..., None]).sum(0)
-    numerics.assert_close(merged.float(), ref, stock)
 
 
 # ---- the functions ------------------------------------------------------------------------------

@@ -270,15 +270,6 @@ def test_keys_that_are_all_alike(dtype):
     check_changed(case, lambda t: dict(key=t["key"][:, :, :1].expand_as(t["key"]).contiguous()))
 
 
-@everywhere
-def test_a_sink_of_minus_infinity_is_none():
-    case = Case(F32, 32, seq_q=30, seq_k=40)
-    t = case.tensors()
-    found = ours(case, t | dict(sinks=torch.full((2,), -INF)))
-    assert not found.pop("dsinks").any()
-    assert_same(found, ours(case, t))
-
-
 # ---- not finite ---------------------------------------------------------------------------------
 
 
