@@ -74,7 +74,6 @@ def test_sequences_of_their_own_lengths(storage, kind):
     case = Case(head_dim=40, value_dim=24, heads=2, kv_heads=1, storage=storage, lengths=SEQUENCES,
                 **of_kind(kind))  # fmt: skip
     check(case)
-    check(replace(case, **CAUSAL))
     check(replace(case, bias="bhq", mask="bq", alibi="b", sinks=F32, dropout_p=0.3, softcap=3.0,
                   window_left=40, bottom_right=True, bias_dtype=case.dtype, dlse=True))  # fmt: skip
 
@@ -90,7 +89,7 @@ drawn = functools.partial(
 )  # fmt: skip
 
 
-@drawn(max_examples=12)
+@drawn(max_examples=8)
 @given(case=cases())
 def test_any_combination(cuda, case):
     cuda.keywords["deterministic"] = case.draw % 2 > 0

@@ -60,7 +60,8 @@ def one_head(executor: Executor) -> dict:
 def test_lengths(executor, lengths, kind):
     seq_q, seq_k = lengths
     case = Case(seq_q=seq_q, seq_k=seq_k, **one_head(executor), **of_kind(kind))
-    for window in ({}, dict(window_right=0), CAUSAL, dict(window_left=40, **CAUSAL)):
+    windows = [{}, dict(window_right=0), CAUSAL, dict(window_left=40, **CAUSAL)]
+    for window in windows[::3] if executor.name == "emulated" else windows:
         # With one key all gradients of scores are cancellation, see attention_cases.pool.
         if seq_k > 1 or (case.dtype is not F32 and not window):
             check(replace(case, **window))
@@ -155,7 +156,7 @@ def test_groups(heads, kv_heads, dtype):
 @pytest.mark.parametrize("pattern", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
 @pytest.mark.grid
 def test_bias_and_mask_of_one_pattern(pattern, dtype):
-    case = Case(dtype, 16, heads=2, seq_q=70, seq_k=200)
+    case = Case(dtype, 16, heads=2, seq_q=40, seq_k=200)
     check(replace(case, bias=pattern))
     check(replace(case, mask=pattern))
     check(replace(case, bias=pattern, mask=pattern, **CAUSAL))
@@ -192,9 +193,8 @@ def test_options(executor, options, kind):
 # dtypes: kernels fail mostly where two options meet. Combinations of three are left to chance (each
 # row has many) and to test_random.py. Every third row is quick.
 AXES = dict(
-    head_dim=HEAD_DIMS,
-    length=[(1, 7), (7, 113), (113, 203), (127, 127), (128, 128), (129, 128), (203, 113),
-            (385, 129), (129, 385), (192, 2)],
+    head_dim=(1, 8, 40, 59, 64, 96, 128, 160, 256, 512),
+    length=[(1, 7), (7, 113), (113, 203), (127, 127), (129, 128), (203, 113), (129, 385), (192, 2)],
     bias=[None, "", "b", "h", "q", "bh", "bq", "hq", "bhq"],
     mask=[None, "", "b", "h", "q", "bh", "bq", "hq", "bhq"],
     window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.cases import LAYOUTS, reserved, strided
+from tests.attention.cases import reserved
 from tests.attention_decode.cases import (
     BF16,
     DTYPES,
@@ -230,39 +230,6 @@ def test_a_key_counts_for_the_queries_that_see_it_alone(dtype):
 
 # ---- strides -------------------------------------------------------------------------------------
 
-STRIDED = {
-    "dense": Case(F32, 40, 24, seq_q=3, new_rows=3, window_right=0, lengths=(257, 0, 7)),
-    "paged": Case(BF16, 64, seq_q=2, new_rows=1, lengths=(257, 0, 7), page_size=7),
-    "odd": Case(BF16, 59, 9, seq_q=2, new_rows=2, lengths=(70, 3)),
-}
-
-
-@everywhere
-@pytest.mark.parametrize("name", STRIDED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_tensor_in_each_layout(layout, name):
-    case = STRIDED[name]
-    t = case.tensors()
-    expected = ours(case, t)
-    names = ["query", "key", "value"]
-    if "column" not in layout:  # tensors that are written are dense in their last dimension
-        names += ["k_cache", "v_cache"]
-    for one in names:
-        assert_same(ours(case, t | {one: strided(t[one], layout)}), expected, one)
-    every = {one: strided(t[one], layout) for one in names}
-    assert_same(ours(case, t | every), expected)
-
-
-@everywhere
-@pytest.mark.parametrize("name", STRIDED)
-@pytest.mark.parametrize("layout", ["columns not dense", "every other column"])
-def test_caches_that_are_only_read_may_have_any_layout(layout, name):
-    case = replace(STRIDED[name], new_rows=-1)
-    t = case.tensors()
-    expected = ours(case, t)
-    for names in (["k_cache"], ["v_cache"], ["k_cache", "v_cache"]):
-        assert_same(ours(case, t | {n: strided(t[n], layout) for n in names}), expected)
-
 
 @everywhere
 @dtypes
@@ -289,22 +256,6 @@ def test_caches_whose_strides_no_16_bytes_divide(page_size, dtype):
 
 
 @everywhere
-@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1), (0, 1, 2, 3)], ids=str)
-def test_expanded_tensors_are_read(dims):
-    """Stride 0 in any dimension is as good as copies, where nothing is written."""
-    case = Case(F32, 40, lengths=(30, 30), room=0, seq_q=2)
-    for of in (case, replace(case, new_rows=1, room=1)):
-        t = of.tensors()
-        for name in ("query", "key", "value") if of.new_rows > 0 else ("k_cache", "v_cache"):
-            one = t[name]
-            for dim in dims:
-                one = one.narrow(dim, 0, 1)
-            expanded = one.expand(t[name].shape)
-            copied = t | {name: expanded.contiguous()}
-            assert_same(ours(of, t | {name: expanded}), ours(of, copied), name)
-
-
-@everywhere
 def test_a_dimension_of_one_element_has_any_stride():
     """Also in a cache that is written: such a dimension neither overlaps nor has gaps."""
     case = Case(F32, 1, lengths=(9,), heads=2, kv_heads=1, new_rows=2)
@@ -313,21 +264,6 @@ def test_a_dimension_of_one_element_has_any_stride():
     for strides in ((0, 0, 1, 0), (5, 7, 1, 9), (0, 1, 1, 1)):
         views = {n: t[n].as_strided(t[n].shape, strides) for n in ("k_cache", "v_cache")}
         assert_same(ours(case, t | views), expected, str(strides))
-
-
-@everywhere
-def test_indices_of_any_stride():
-    case = Case(F32, 32, lengths=(9, 70, 3), new_rows=1, pads=(0, 4), page_size=16, alibi="b")
-    scattered = replace(case, page_size=0, scattered=True)
-    for of in (case, scattered):
-        t = of.tensors()
-        apart = {
-            name: t[name].repeat_interleave(2, -1)[..., ::2]
-            for name in ("cache_seqlens", "cache_leftpad", "block_table", "cache_batch_idx")
-            if name in t
-        }
-        apart["alibi_slopes"] = t["alibi_slopes"].t().contiguous().t()
-        assert_same(ours(of, t | apart), ours(of, t))
 
 
 @everywhere

@@ -106,22 +106,6 @@ def test_scales_beyond_float16():
 
 
 @everywhere
-@pytest.mark.isa
-def test_upstream_gradients_of_any_layout():
-    x = torch.randn(30, 41, requires_grad=True)
-    r = torch.randn(30, 41, requires_grad=True)
-    seed = drawn_seed(5)
-    factor = reference.dropout.keep_scale(seed, x.numel(), 0.3).view(x.shape)
-    for g in (torch.randn(41, 30).t(), torch.randn(41).expand(30, 41), torch.randn(30, 82)[:, ::2]):
-        torch.manual_seed(5)
-        dx, dr = torch.autograd.grad(functional.add_dropout(x, r, 0.3), (x, r), g)
-        assert torch.equal(dx, g * factor) and torch.equal(dr, g)
-        torch.manual_seed(5)
-        (dx,) = torch.autograd.grad(functional.dropout(x, 0.3), x, g)
-        assert torch.equal(dx, g * factor)
-
-
-@everywhere
 def test_gradients_for_one_argument_only():
     x, r = torch.randn(5, 6), torch.randn(5, 6)
     y = functional.add_dropout(x, r.requires_grad_(), 0.5)
@@ -181,18 +165,6 @@ def test_messages(device):
 
 
 # ---- layouts ------------------------------------------------------------------------------------
-
-
-@everywhere
-def test_fate_follows_the_logical_index_whatever_the_strides():
-    x = torch.randn(6, 5, 8)
-    torch.manual_seed(1)
-    expected = functional.dropout(x, 0.5)
-    for layout in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.cat([x, x], 2)[..., :8]):
-        torch.manual_seed(1)
-        assert torch.equal(functional.dropout(layout, 0.5), expected)
-        torch.manual_seed(1)
-        assert torch.equal(functional.add_dropout(x, layout, 0.5), x + expected)
 
 
 @pytest.mark.isa

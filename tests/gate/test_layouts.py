@@ -16,22 +16,6 @@ pytestmark = pytest.mark.isa
 
 
 @everywhere
-@pytest.mark.emulator_grid(2)
-@dtypes
-@forms
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_strides(which, layout, form, dtype):
-    case = make((6, 5), 40, dtype, form=form)
-    expected = results(case.ours, case)
-    if which < len(case.factors):
-        case.factors[which] = strided(case.factors[which], layout)
-    else:
-        case.doutput = strided(case.doutput, layout)
-    assert_same_bits(results(case.ours, case), expected, layout)
-
-
-@everywhere
 @dtypes
 @pytest.mark.parametrize("cols", [64, 37])
 def test_views_of_one_projection(cols, dtype):
@@ -56,33 +40,7 @@ def test_views_are_not_copied(which, layout):
 
 
 @everywhere
-@dtypes
-def test_many_dimensions_that_do_not_merge(dtype):
-    case = make((3, 4, 5, 2), 24, dtype)
-    expected = results(case.ours, case)
-    order = (3, 1, 2, 0, 4)  # its own inverse
-    case.factors[0] = case.factors[0].permute(order).contiguous().permute(order)
-    assert_same_bits(results(case.ours, case), expected)
-
-
-@everywhere
-@dtypes
-def test_expanded_tensors(dtype):
-    """Of stride 0, as the gradient of a sum is."""
-    for which in range(3):
-        for dim in (0, -1):
-            case = make(26, 33, dtype)
-            tensors = [*case.factors, case.doutput]
-            plain = tensors[which]
-            tensors[which] = plain.narrow(dim, 0, 1).expand_as(plain).contiguous()
-            case.factors, case.doutput = tensors[:2], tensors[2]
-            expected = results(case.ours, case)
-            tensors[which] = plain.narrow(dim, 0, 1).expand_as(plain)
-            case.factors, case.doutput = tensors[:2], tensors[2]
-            assert_same_bits(results(case.ours, case), expected, f"{which} {dim}")
-
-
-@everywhere
+@pytest.mark.grid(2)
 @dtypes
 @forms
 @pytest.mark.parametrize("rows, cols", [(1, 1), (5, 1), (2, 7), (7, 15), (3, 17), (1, 2049)])
@@ -92,6 +50,7 @@ def test_odd_sizes(executor, rows, cols, form, dtype):
     check(*(make(rows, cols, dtype, form=form, seed=seed) for seed in range(draws)))
 
 
+@pytest.mark.grid(2)
 @dtypes
 @forms
 @pytest.mark.parametrize("cols", [4096, 4100, 4093])
@@ -131,22 +90,6 @@ def test_no_dimensions():
     assert all(g.shape == () for g in torch.autograd.grad(output, (gate, up)))
 
 
-@pytest.mark.parametrize(
-    "size, stride",
-    [
-        ((1, 4, 1, 16), (999, 16, 777, 1)),  # strides of single elements mean nothing
-        ((4, 16, 1), (16, 1, 55)),
-        ((5, 16), (3, 1)),  # overlapping rows
-        ((5, 1), (0, 7)),
-        ((2,) * 10, (512, 1, 2, 256, 4, 128, 8, 64, 16, 32)),  # nothing merges
-    ],
-)
-def test_odd_strides(size, stride):
-    x = torch.randn(1024).as_strided(size, stride)
-    dense = x.clone(memory_format=torch.contiguous_format)
-    assert torch.equal(functional.silu_mul(x, x), functional.silu_mul(dense, dense))
-
-
 def test_offsets_beyond_32_bits():
     """Rows 2^31 + 5 elements apart; the memory between them is never touched."""
     try:
@@ -161,13 +104,6 @@ def test_offsets_beyond_32_bits():
         case.factors[which] = view.copy_(plain)
         assert_same_bits(results(case.ours, case), expected)
         case.factors[which] = plain
-
-
-def test_views_with_the_negative_bit():
-    gate, up = make(6, 10).factors
-    expected = functional.silu_mul(-gate, -up)
-    found = functional.silu_mul(torch._neg_view(gate), torch._neg_view(up))
-    assert torch.equal(found, expected)
 
 
 def test_one_tensor_as_both():
