@@ -35,6 +35,7 @@ from tests.attention.cases import (
     ours,
 )
 from tests.support import peaks
+from tests.support.results import assert_equal
 
 attend = functional.scaled_dot_product_attention
 
@@ -444,8 +445,7 @@ def check_compiled(compiled, leaves: list[Tensor], block_mask: BlockMask) -> Non
     found, expected = (
         torch.autograd.grad(function(*leaves, block_mask), leaves) for function in (compiled, loss)
     )
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(found, expected)
 
 
 def test_compile_fullgraph():

@@ -69,13 +69,6 @@ def test_keep_fraction(p):
 
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_are_those_of_the_scaled_mask(dtype):
-    for p in (1 / 65536, 0.1, 0.75):
-        check(Case(dtype, 32, seq_q=70, seq_k=133, dropout_p=p, window_right=0, dlse=True))
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_dropped(dtype):
     case = Case(dtype, 32, seq_q=9, seq_k=70, dropout_p=1.0, sinks=dtype, bias="q", dlse=True)
     check(case)

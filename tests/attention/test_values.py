@@ -146,13 +146,6 @@ def test_windows(executor, window, dtype):
 
 @everywhere
 @half_and_float
-@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (3, 1), (6, 2), (12, 3), (16, 1), (5, 5)])
-def test_groups(heads, kv_heads, dtype):
-    check(Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=40, seq_k=70, window_right=0))
-
-
-@everywhere
-@half_and_float
 @pytest.mark.parametrize("pattern", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
 @pytest.mark.grid
 def test_bias_and_mask_of_one_pattern(pattern, dtype):

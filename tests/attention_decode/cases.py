@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -194,6 +194,16 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(bits(one), bits(other))
+
+
+def assert_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def assert_caches(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(found[name], expected[name]), name
 
 
 # ---- the three ways to compute a case ------------------------------------------------------------

@@ -19,6 +19,8 @@ from tests.attention_decode.cases import (
     LOCATED,
     NAN,
     Case,
+    assert_bits,
+    assert_caches,
     assert_same,
     call,
     int32,
@@ -206,8 +208,7 @@ def test_one_append_is_as_good_as_key_by_key(rotary, page_size):
             step = {name: t[name][:, :, i : i + 1] for name in ("query", "key", "value")}
             step["cache_seqlens"] = t["cache_seqlens"] + i
             call(case, by_one | step)
-        for name in ("k_cache", "v_cache"):
-            assert same_bits(at_once[name], by_one[name]), name
+        assert_caches(at_once, by_one)
 
 
 def test_what_is_appended_does_not_depend_on_threads_or_batch():
@@ -236,10 +237,8 @@ def test_inputs_may_lie_in_a_cache_that_is_written(name):
     cache = "v_cache" if name == "value" else "k_cache"
     inside[name] = inside[cache][:, :, 17:22]
     outside[name] = outside[cache][:, :, 17:22].clone()
-    for one, other in zip(call(case, inside), call(case, outside), strict=True):
-        assert same_bits(one, other)
-    for cache in ("k_cache", "v_cache"):
-        assert same_bits(inside[cache], outside[cache])
+    assert_bits(call(case, inside), call(case, outside))
+    assert_caches(inside, outside)
 
 
 def test_a_lazily_cloned_cache_is_written_alone():

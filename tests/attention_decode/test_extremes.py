@@ -289,25 +289,3 @@ def test_what_another_call_left_in_memory_is_not_read(dtype):
     for _ in range(3):
         ours(case, {n: torch.full_like(x, NAN) if n == "query" else x for n, x in t.items()})
         assert_same(ours(case, t), clean)
-
-
-@everywhere
-def test_a_cache_that_grows_beyond_everything_used():
-    """A sequence that fills the cache to its last row."""
-    for page_size in (0, 5):
-        case = Case(F32, 16, lengths=(18, 3), new_rows=2, room=0, page_size=page_size)
-        t = case.tensors()
-        if page_size:
-            t["block_table"] = t["block_table"][:, :4]
-        assert t["cache_seqlens"].max() + 2 == 20
-        expected = ours(replace(case, room=7))
-        assert_same(ours(case, t), expected)
-
-
-def test_a_refusal_leaves_the_next_call_as_it_was():
-    case = Case(F32, 16, lengths=(5, 3), new_rows=2)
-    t = case.tensors()
-    expected = ours(case, t)
-    with pytest.raises(RuntimeError, match="room for 2 new rows"):
-        ours(case, with_copied_caches(t) | dict(cache_seqlens=int32([9, 3])))
-    assert_same(ours(case, t), expected)

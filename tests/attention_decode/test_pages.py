@@ -15,6 +15,7 @@ from tests.attention_decode.cases import (
     F32,
     NAN,
     Case,
+    assert_bits,
     assert_same,
     call,
     check,
@@ -276,12 +277,10 @@ def test_caches_in_one_tensor():
         kv = torch.stack([t["k_cache"], t["v_cache"]], dim)
         views = dict(zip(("k_cache", "v_cache"), kv.unbind(dim), strict=True))
         found = call(case, t | views)
-        for one, other in zip(found, expected, strict=True):
-            assert same_bits(one, other)
+        assert_bits(found, expected)
     rows = torch.cat([t["k_cache"], t["v_cache"]], -1)
     views = dict(k_cache=rows[..., :32], v_cache=rows[..., 32:])
-    for one, other in zip(call(case, t | views), expected, strict=True):
-        assert same_bits(one, other)
+    assert_bits(call(case, t | views), expected)
 
 
 # ---- offsets beyond 32 bits ----------------------------------------------------------------------
@@ -307,8 +306,7 @@ def test_offsets_beyond_32_bits(which):
     for name, view in views.items():
         view.copy_(t[name])
     found = call(case, t | views)
-    for one, other in zip(found, expected, strict=True):
-        assert same_bits(one, other)
+    assert_bits(found, expected)
 
 
 def test_pages_and_caches_of_numbers_beyond_32_bits():

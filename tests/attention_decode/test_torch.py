@@ -14,6 +14,8 @@ from tests.attention_decode.cases import (
     DTYPES,
     F32,
     Case,
+    assert_bits,
+    assert_caches,
     call,
     int32,
     keywords,
@@ -70,8 +72,7 @@ def test_the_ops_that_only_check(new_rows):
     assert check(*positional, **named) is None
     with pytest.raises(RuntimeError, match="^attention_decode(_append)?: window_left must be"):
         check(*positional, **named | dict(window_left=-3))
-    for name in ("k_cache", "v_cache"):
-        assert same_bits(t[name], before[name])
+    assert_caches(t, before)
 
 
 # ---- compile ------------------------------------------------------------------------------------
@@ -103,8 +104,7 @@ def test_compile_fullgraph_with_dynamic_shapes(backend):
         t = step_tensors(seq, batch) | dict(used=int32(used))
         found = compiled(k_cache=caches[0], v_cache=caches[1], **t)
         expected = decode(k_cache=copies[0], v_cache=copies[1], **t)
-        for one, other in zip((*found, *caches), (*expected, *copies), strict=True):
-            assert same_bits(one, other)
+        assert_bits((*found, *caches), (*expected, *copies))
         frames.append(counter.frame_count)
     assert frames[0] == frames[-1]
 
@@ -228,8 +228,7 @@ def run_both(step, held, how: str):
     found = run(*given)
     if not isinstance(step, Layer):  # its buffers have changed
         expected = step(t["query"], *own, t["key"], t["value"], *more)
-        for one, other in zip((*found, *held), (*expected, *own), strict=True):
-            assert same_bits(one, other)
+        assert_bits((*found, *held), (*expected, *own))
     return run, given
 
 
@@ -282,8 +281,7 @@ def test_caches_of_layers_as_inputs(compiled_anew):
         for layer in range(3):
             found = compiled(k_cache=keys[layer], v_cache=values[layer], **t)
             expected = decode(k_cache=own[0][layer], v_cache=own[1][layer], **t)
-            for one, other in zip((*found, keys, values), (*expected, *own), strict=True):
-                assert same_bits(one, other)
+            assert_bits((*found, keys, values), (*expected, *own))
 
 
 def test_a_compiled_module_generates_as_in_eager():

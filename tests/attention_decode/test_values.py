@@ -122,44 +122,10 @@ def test_windows(seq_q, window, dtype):
 
 @everywhere
 @dtypes
-@pytest.mark.parametrize("alibi", ["", "b"])
-def test_slopes(alibi, dtype):
-    check(Case(dtype, 32, seq_q=3, alibi=alibi, window_right=0, new_rows=3))
-    check(Case(dtype, 32, seq_q=3, alibi=alibi))  # keys on both sides of the query
-
-
-@everywhere
-@dtypes
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
 def test_softcap(softcap, dtype):
     check(Case(dtype, 32, seq_q=3, softcap=softcap, factor=4.0))
     check(Case(dtype, 40, seq_q=3, softcap=softcap, factor=-0.7))
-
-
-@everywhere
-@dtypes
-def test_sinks(dtype):
-    for sinks in {F32, dtype}:
-        check(Case(dtype, 32, seq_q=5, sinks=sinks, window_right=0, lengths=(0, 3, 70)))
-
-
-@everywhere
-@dtypes
-@pytest.mark.parametrize("options", [dict(scattered=True), dict(page_size=16)], ids=str)
-def test_padding_and_scattered_sequences(options, dtype):
-    check(Case(dtype, 32, seq_q=2, pads=(0, 3, 1, 40), new_rows=2, window_right=0, **options))
-    check(Case(dtype, 32, pads=(17,), **options))
-    check(Case(dtype, 40, seq_q=3, pads=(0, 40), **options))
-
-
-@everywhere
-@dtypes
-def test_new_rows_that_are_not_the_querys(dtype):
-    """Fewer, more, none: the last query is at the last key."""
-    for new_rows in (0, 1, 2, 9, 40):
-        for window_right in (-1, 0):
-            check(Case(dtype, 32, seq_q=2, new_rows=new_rows, window_right=window_right))
-    check(Case(dtype, 32, seq_q=7, new_rows=2, lengths=(0, 1, 4, 5), window_right=0))
 
 
 @everywhere
@@ -206,23 +172,6 @@ def test_rotary_of_head_dims(rotary, head_dim):
 
 @everywhere
 @dtypes
-def test_rotary_counts_rows_of_the_cache(dtype):
-    """Padding included."""
-    case = Case(dtype, 32, new_rows=2, seq_q=2, window_right=0, rotary="interleaved")
-    check(replace(case, pads=(5, 0, 40, 1)))
-    check(replace(case, pads=(5, 0, 40, 1), scattered=True))
-
-
-@everywhere
-@dtypes
-def test_rotary_of_more_queries_than_new_rows(dtype):
-    for new_rows in (0, 1, 5):
-        for window in (-1, 0):
-            check(Case(dtype, 32, seq_q=3, new_rows=new_rows, rotary="halves", window_right=window))
-
-
-@everywhere
-@dtypes
 def test_rotary_by_zero_changes_nothing(dtype):
     case = Case(dtype, 32, new_rows=2, seq_q=2, window_right=0)
     t = case.tensors()
@@ -231,16 +180,6 @@ def test_rotary_by_zero_changes_nothing(dtype):
     for rotary in ("interleaved", "halves"):
         rotated = t | dict(rotary_cos=cos, rotary_sin=torch.zeros_like(cos))
         assert_same(ours(replace(case, rotary=rotary), rotated), expected)
-
-
-@everywhere
-@dtypes
-def test_rotary_leaves_the_other_dimensions(dtype):
-    case = Case(dtype, 40, new_rows=3, rotary="halves", rotary_dim=10)
-    t = case.tensors()
-    found = ours(case, t)["k_cache"]
-    assert torch.equal(found[..., 10:], t["key"][..., 10:])
-    assert not torch.equal(found[1:, ..., :10], t["key"][1:, ..., :10])
 
 
 # ---- replay --------------------------------------------------------------------------------------

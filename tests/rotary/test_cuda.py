@@ -27,6 +27,7 @@ from tests.rotary.cases import (
     check_tensors,
     outputs_and_gradients,
 )
+from tests.support.results import assert_equal
 
 ALIGNED = Case(head_dim=48, rotary_dim=32)
 
@@ -152,8 +153,7 @@ def test_no_order_of_blocks_shows(cuda, seed):
     expected = outputs_and_gradients(functional.rotary_embedding, case, case.tensors())
     cuda.set(seed=seed, multiprocessors=3)
     found = outputs_and_gradients(functional.rotary_embedding, case, case.tensors())
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(found, expected)
 
 
 def test_wider_rows_with_norms_are_refused(cuda):

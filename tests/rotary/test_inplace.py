@@ -14,6 +14,7 @@ from tests.emulator.executors import everywhere
 from tests.rotary.cases import BF16, BOTH, DTYPES, F32, F64, Case
 from tests.support.allocations import allocated
 from tests.support.refused import assert_refused
+from tests.support.results import assert_equal
 
 RAW = torch.ops.onepass.rotary_forward_inplace
 
@@ -247,8 +248,7 @@ def test_gradients(as_views, dtype):
         return [*(x.detach().clone() for x in outputs),
                 *torch.autograd.grad(loss, list(leaves.values()))]  # fmt: skip
 
-    for ours, expected in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(ours, expected)
+    assert_equal(gradients(True), gradients(False))
 
 
 @pytest.mark.parametrize("wanted", BOTH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ def assert_close(draws: Sequence[tuple[Results, Results, Results]], text: str) -
         assert found.shape == torchs.shape, f"{text}: {name} has shape {tuple(found.shape)}"
         three = ([draw[index][name] for draw in draws] for index in range(3))
         numerics.assert_close(*three, f"{text}: {name}")
+
+
+def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def assert_same_bits(found: Results, expected: Results, text: str = "") -> None:
