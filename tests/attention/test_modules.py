@@ -200,16 +200,6 @@ def test_numerics_rule(dtype, masked):
     assert_close(runs)
 
 
-def test_rows_that_attend_to_nothing_are_the_output_bias():
-    ours, _ = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
-    x = torch.randn(BATCH, SEQ, WIDTH, requires_grad=True)
-    padding = torch.tensor([[False] * SEQ, [True] * SEQ])
-    y = ours(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-    torch.testing.assert_close(y[1], ours.out_proj.bias.expand(SEQ, -1))
-    y.sum().backward()
-    assert (x.grad[1] == 0).all() and x.grad.isfinite().all()
-
-
 # ---------------------------------------------------------------- torch's own path, and its errors
 
 

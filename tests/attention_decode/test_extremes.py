@@ -243,19 +243,23 @@ def test_not_finite_inputs_spread_as_in_torch(name, value, dtype):
 @dtypes
 @pytest.mark.parametrize("page_size", [0, 7])
 @pytest.mark.parametrize("new_rows", [-1, 2])
-@pytest.mark.parametrize("seq_q", [3, 40])
+@pytest.mark.parametrize(
+    "seq_q, left, right",
+    [(3, 20, 0), (40, 20, 0), (1, 100, 0), (9, 5, -1), (20, -1, 0), (9, 40, 2)],
+)
 @pytest.mark.grid(2)
-def test_unseen_rows_of_a_cache_never_spread_what_they_hold(seq_q, new_rows, page_size, dtype):
-    """Before the windows of all queries: a part of a chunk, and more."""
+def test_unseen_rows_of_a_cache_never_spread_what_they_hold(
+    seq_q, left, right, new_rows, page_size, dtype
+):
+    """Before and after the windows of all queries: a part of a chunk, and more."""
     case = Case(dtype, 40, lengths=(700, 131, 37), pads=(0, 3), seq_q=seq_q, new_rows=new_rows,
-                page_size=page_size, window_left=20, window_right=0)  # fmt: skip
+                page_size=page_size, window_left=left, window_right=right)  # fmt: skip
     t = case.tensors()
     clean = ours(case, t)
     for value in (NAN, INF):
         spoilt = with_copied_caches(t)
         for b, (pad, length) in enumerate(zip(case.padding, case.lengths, strict=True)):
             unseen = ~case.seen(length + case.appends).any(0)[:length]
-            assert unseen.any() or length == 37
             for name in ("k_cache", "v_cache"):
                 rows = read(spoilt, name, b, pad, pad + length)
                 rows[:, unseen] = value

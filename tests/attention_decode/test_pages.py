@@ -105,14 +105,6 @@ def test_a_page_that_a_window_has_left_behind_may_be_another_sequences():
     assert_same(ours(case, with_copied_caches(reused)), expected)
 
 
-def test_a_page_that_is_read_may_not_be_another_sequences():
-    case = Case(F32, 16, lengths=(24, 3), page_size=8, new_rows=1)
-    t = case.tensors()
-    t["block_table"][0, 0] = t["block_table"][1, 0]
-    with pytest.raises(RuntimeError, match="must not let a row be read that is written"):
-        ours(case, t)
-
-
 @everywhere
 def test_pages_that_nothing_reads_or_writes_may_be_gone():
     """Pages before a window or in the padding; their numbers are not read."""
@@ -123,42 +115,6 @@ def test_pages_that_nothing_reads_or_writes_may_be_gone():
             gone = t | dict(block_table=t["block_table"].clone())
             gone["block_table"][:, 0] = int32([-1, 2**30])
             assert_same(ours(case, gone), ours(case, t))
-
-
-@everywhere
-def test_a_page_may_be_read_more_than_once():
-    """The same keys twice in one sequence, the same pages in all."""
-    case = Case(F32, 32, lengths=(16, 16), page_size=8, seq_q=2, heads=2)
-    t = case.tensors()
-    t["block_table"][:, :2] = t["block_table"][0, :1]
-    found = ours(case, t)
-    page = int(t["block_table"][0, 0])
-    dense = replace(case, page_size=0, room=0)
-    own = dense.tensors()
-    for name in ("k_cache", "v_cache"):
-        own[name][:] = t[name][page].transpose(0, 1).repeat(1, 2, 1)
-    assert_same(found, ours(dense, own))
-
-
-@everywhere
-def test_a_table_that_all_sequences_share_by_stride():
-    case = Case(BF16, 32, lengths=(40, 9, 24), page_size=8, window_right=0)
-    t = case.tensors()
-    table = t["block_table"][:1].expand(3, -1)
-    assert table.stride(0) == 0
-    copied = t | dict(block_table=table.contiguous())
-    assert_same(ours(case, t | dict(block_table=table)), ours(case, copied))
-
-
-@everywhere
-def test_one_page_for_each_sequence_is_a_dense_cache():
-    """A page as long as a cache, its heads beside each other instead of its rows."""
-    case = Case(F32, 32, lengths=(40, 9), new_rows=1)
-    t = case.tensors()
-    expected = ours(case, t)
-    views = {name: t[name].transpose(1, 2) for name in ("k_cache", "v_cache")}
-    paged = t | views | dict(block_table=int32([[0], [1]]))
-    assert_same(ours(replace(case, page_size=44), paged), expected)
 
 
 @everywhere
@@ -191,27 +147,6 @@ def test_rows_that_are_no_keys_are_not_read(garbage, page_size, dtype):
     found = ours(case, other)
     assert_same(found, expected)
     assert found["output"].isfinite().all()
-
-
-@everywhere
-@dtypes
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_keys_that_no_query_sees_are_not_read(page_size, dtype):
-    """Keys before and after a window, also in tiles with keys that are seen."""
-    for seq_q, left, right in ((1, 20, 0), (3, 100, 0), (9, 5, -1), (20, -1, 0), (9, 40, 2)):
-        case = Case(dtype, 40, lengths=(300,), page_size=page_size, seq_q=seq_q, window_left=left,
-                    window_right=right)  # fmt: skip
-        t = case.tensors()
-        expected = ours(case, t)
-        unseen = (~case.seen(300).any(0)).nonzero().flatten()
-        other = with_copied_caches(t)
-        for name in ("k_cache", "v_cache"):
-            if page_size:
-                pages = t["block_table"][0, unseen // page_size].long()
-                other[name][pages, unseen % page_size] = NAN
-            else:
-                other[name][0, :, unseen] = NAN
-        assert_same(ours(case, other), expected)
 
 
 @everywhere

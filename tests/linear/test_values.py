@@ -115,15 +115,6 @@ def test_gradients_for_some_tensors_only(dtype, wrt):
     assert_same_bits(found, {name: every[name] for name in found})
 
 
-def test_an_output_that_needs_no_gradient():
-    case = make(5, 6, 7)
-    assert not functional.linear(**case.tensors()).requires_grad
-    case.bias.requires_grad_()
-    assert functional.linear(**case.tensors()).requires_grad
-    with torch.no_grad():
-        assert not functional.linear(**case.tensors()).requires_grad
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("features", [64, 96, 192, 200, 768])
 def test_a_row_or_a_column_alone(features, dtype):

@@ -54,54 +54,6 @@ def test_slices_of_one_projection(tokens_first, norms):
 
 
 @normed
-def test_far_and_expanded_strides(norms):
-    case = Case(batch=3, table_batch=3, norms=norms)
-    tensors = case.tensors()
-    for name, tensor in tensors.items():
-        far = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 13), float("nan"))
-        far[..., 3 : 3 + tensor.shape[-1]] = tensor
-        tensors[name] = far[..., 3 : 3 + tensor.shape[-1]]
-    check_tensors(case, tensors)
-    tensors = case.tensors()
-    tensors["query"] = tensors["query"][:1, :, :1].expand_as(tensors["query"])
-    tensors["cos"] = tensors["cos"][:1].expand(3, -1, -1)
-    tensors["sin"] = tensors["sin"][:, :1].expand(3, case.tokens, -1)
-    check_tensors(case, tensors)
-
-
-@normed
-def test_columns_that_are_not_dense_are_copied(norms):
-    case = Case(norms=norms)
-    tensors = {n: t.mT.contiguous().mT if t.dim() > 1 else t for n, t in case.tensors().items()}
-    assert tensors["query"].stride(-1) > 1 and tensors["cos"].stride(-1) > 1
-    check_tensors(case, tensors)
-    wide = {n: t.repeat_interleave(2, -1)[..., ::2] for n, t in case.tensors().items()}
-    check_tensors(case, wide)
-
-
-@dtypes
-def test_memory_that_begins_anywhere(dtype):
-    case = Case(dtype, norms=BOTH)
-    for shifted in case.tensors():
-        tensors = case.tensors()
-        x = tensors[shifted]
-        tensors[shifted] = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
-        check_tensors(case, tensors)
-
-
-def test_strided_positions():
-    case = Case(positions="batch")
-    tensors = case.tensors()
-    for positions in (
-        torch.randint(11, (2, 10))[:, ::2],
-        torch.randint(11, (5, 2)).t(),
-        torch.randint(11, (1, 5)),
-        torch.randint(11, (1, 5)).expand(2, 5),
-    ):
-        check_tensors(case, tensors | {"positions": positions})
-
-
-@normed
 @pytest.mark.parametrize("positions", ["", "batch"])
 @pytest.mark.parametrize("empty", ["batch", "heads", "key_heads", "tokens", "head_dim"])
 def test_empty(empty, positions, norms):
@@ -132,17 +84,3 @@ def test_without_a_batch():
 @normed
 def test_one_token_of_a_decoding_step(norms):
     check(Case(tokens=1, tokens_first=True, positions="batch", norms=norms))
-
-
-@normed
-def test_upstream_gradients_of_any_layout(norms):
-    tensors = Case(norms=norms).tensors()
-    names = ("query", "query_weight") if norms else ("query",)
-    leaves = [tensors[name].requires_grad_() for name in names]
-    output, _ = functional.rotary_embedding(**tensors)
-    dense = torch.randn(output.shape)
-    tokens_first = dense.transpose(1, 2).contiguous().transpose(1, 2)
-    for upstream in (dense.mT.contiguous().mT, dense[:1].expand_as(dense), tokens_first):
-        found = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
-        expected = torch.autograd.grad(output, leaves, upstream.contiguous(), retain_graph=True)
-        assert all(map(torch.equal, found, expected))

@@ -102,23 +102,6 @@ def test_compile_says_that_tables_get_no_gradient():
         compiled(**tensors)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-def test_vmap_over_any_argument(norms):
-    case = Case(positions="batch", norms=norms)
-    tensors = case.tensors()
-    for name, tensor in tensors.items():
-        stacked = torch.stack([tensor, tensor.flip(0), tensor.roll(1, 0)])
-
-        def of(sample, name=name):
-            return functional.rotary_embedding(**tensors | {name: sample})
-
-        ours = torch.vmap(of)(stacked)
-        for number, sample in enumerate(stacked):
-            for mapped, alone in zip(ours, of(sample), strict=True):
-                assert torch.equal(mapped[number], alone)
-
-
 @pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
 def test_tensors_without_data(mode):
     """Positions have no values there."""

@@ -13,7 +13,6 @@ from tests.rotary.cases import (
     DTYPES,
     F16,
     F32,
-    F64,
     Case,
     check,
     check_tensors,
@@ -60,16 +59,6 @@ def test_positions(positions, kind, interleaved):
 @pytest.mark.parametrize("table_batch", [0, 1, 3])
 def test_tables_of_a_batch(table_batch, interleaved):
     check(Case(batch=3, table_batch=table_batch, interleaved=interleaved))
-
-
-@pairings
-def test_the_backward_is_the_inverse_where_columns_of_a_pair_agree(interleaved):
-    angle = torch.randn(5, 16, dtype=F64)
-    query = torch.randn(2, 4, 5, 32, dtype=F64, requires_grad=True)
-    options = {"interleaved": interleaved, "rotary_dim": 32}
-    turned, _ = functional.rotary_embedding(query, None, angle.cos(), angle.sin(), **options)
-    (back,) = torch.autograd.grad(turned, query, turned)
-    torch.testing.assert_close(back, query)
 
 
 def test_packed_sequences():
