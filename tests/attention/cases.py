@@ -18,10 +18,10 @@ from torch import Tensor
 from onepass import numerics
 from onepass.reference import attention as reference_module
 from tests.attention.tensor_cores import Tf32Products, lse_in_float32
+from tests.support.dtypes import BF16, F16, F32, F64
 
 reference, weigh = reference_module.attention, reference_module._weigh
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (F32, BF16, F16, F64)
 NAN = float("nan")
 

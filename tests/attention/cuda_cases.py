@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from tests.attention import cases as attention_cases
-from tests.attention.cases import BF16, F16, F32, F64, Case
+from tests.attention.cases import Case
 from tests.attention_decode import cases as attention_decode_cases
+from tests.support.dtypes import BF16, F16, F32, F64
 
 TILED_KERNELS = (
     "attention/backend.cu", "attention/forward.cu", "attention/backward.cu",

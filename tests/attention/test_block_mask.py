@@ -21,20 +21,9 @@ from torch.nn.attention.flex_attention import (
 
 from onepass import functional, numerics, reference
 from onepass.functional._block_mask import blocks_and_tiles
-from tests.attention.cases import (
-    BF16,
-    DTYPES,
-    F32,
-    F64,
-    NAN,
-    Case,
-    assert_same,
-    base,
-    check,
-    definition,
-    ours,
-)
+from tests.attention.cases import DTYPES, NAN, Case, assert_same, base, check, definition, ours
 from tests.support import peaks
+from tests.support.dtypes import BF16, F32, F64
 from tests.support.results import assert_equal
 
 attend = functional.scaled_dot_product_attention

@@ -10,22 +10,11 @@ import torch
 
 from onepass import functional
 from onepass._ops.attention import attention
-from tests.attention.cases import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    Case,
-    assert_same,
-    backward,
-    forward,
-    int32,
-    ours,
-)
+from tests.attention.cases import DTYPES, Case, assert_same, backward, forward, int32, ours
 from tests.attention.cuda_cases import KINDS, half_and_float, of_kind
 from tests.emulator.executors import each, everywhere
 from tests.support import peaks
+from tests.support.dtypes import BF16, F16, F32, F64
 
 # ---- bitwise promises ---------------------------------------------------------------------------
 

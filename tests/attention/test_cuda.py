@@ -12,19 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.attention import cases as attention_cases
-from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    Case,
-    assert_same,
-    backward,
-    check,
-    forward,
-    ours,
-    pairwise,
-)
+from tests.attention.cases import Case, assert_same, backward, check, forward, ours, pairwise
 from tests.attention.cuda_cases import (
     AXES,
     BRANCHES,
@@ -45,6 +33,7 @@ from tests.attention.cuda_cases import (
 from tests.attention.test_random import cases
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 

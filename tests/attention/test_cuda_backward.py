@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.attention import cases as attention_cases
-from tests.attention.cases import BF16, F16, F32, F64, Case, assert_same, backward, check, forward
+from tests.attention.cases import Case, assert_same, backward, check, forward
 from tests.attention.cuda_cases import CAUSAL, half_and_float, kinds, of_kind
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 

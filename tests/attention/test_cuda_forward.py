@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.attention.cases import BF16, F16, F32, F64, Case, assert_same, check, forward
-from tests.attention.cuda_cases import CAUSAL, TILED, half_and_float, kinds, of_kind, once_per_tile
+from tests.attention.cases import Case, assert_same, check, forward
+from tests.attention.cuda_cases import CAUSAL, TILED, kinds, of_kind, once_per_tile
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -28,17 +29,6 @@ def test_any_order_of_blocks_and_threads(cuda, kind):
     expected = forward(case, t)
     for seed in (1, 2):
         cuda.set(seed=seed)
-        assert_same(forward(case, t), expected)
-
-
-@half_and_float
-def test_any_number_of_heads_in_turns(cuda, dtype):
-    """Each by itself, and two at a time, which leaves one of three over."""
-    case = Case(dtype, 40, batch=3, heads=2, kv_heads=1, seq_q=150, seq_k=170, window_right=0)
-    t = case.tensors()
-    expected = forward(case, t)
-    for share in (0, 2):
-        cuda.set(multiprocessors=1, l2=2 * share * 2 * t["key"][0].nbytes)
         assert_same(forward(case, t), expected)
 
 

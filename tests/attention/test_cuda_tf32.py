@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.attention import test_extremes as test_attention_extremes
-from tests.attention.cases import BF16, F16, F32, F64, Case, assert_same, definition, forward, ours
+from tests.attention.cases import Case, assert_same, definition, forward, ours
 from tests.attention.cuda_cases import CAUSAL
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.usefixtures("cuda")
 

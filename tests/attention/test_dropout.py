@@ -14,9 +14,10 @@ import torch
 
 from onepass import functional
 from onepass.reference.dropout import philox4x32
-from tests.attention.cases import DTYPES, F32, Case, check, forward, ours
+from tests.attention.cases import DTYPES, Case, check, forward, ours
 from tests.attention.dropout_cases import SEED, backward_masks, fates, forward_mask, kept
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import F32
 from tests.support.seeds import drawn_seed
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]

@@ -13,11 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import _C, functional, numerics
 from tests.attention.cases import (
-    BF16,
     DTYPES,
-    F16,
-    F32,
-    F64,
     NAN,
     Case,
     assert_same,
@@ -31,6 +27,7 @@ from tests.attention.cases import (
     strided,
 )
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 INF = math.inf

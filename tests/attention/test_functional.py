@@ -11,17 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional, numerics
-from tests.attention.cases import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    GRADIENTS,
-    Case,
-    assert_same,
-    ours,
-)
+from tests.attention.cases import DTYPES, GRADIENTS, Case, assert_same, ours
+from tests.support.dtypes import BF16, F16, F32, F64
 
 attend = functional.scaled_dot_product_attention
 

@@ -9,8 +9,6 @@ import torch
 
 from onepass import functional, numerics
 from tests.attention.cases import (
-    BF16,
-    F32,
     LAYOUTS,
     NAN,
     Case,
@@ -22,6 +20,7 @@ from tests.attention.cases import (
     strided,
 )
 from tests.emulator.executors import each, everywhere
+from tests.support.dtypes import BF16, F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import onepass
 from onepass import numerics
+from tests.support.dtypes import F32, F64
 
-F32, F64 = torch.float32, torch.float64
 BATCH, SEQ, KEYS, WIDTH, HEADS = 2, 3, 4, 12, 3
 PADDING = torch.tensor([[False, False, True, True], [False, True, False, False]])
 MASK = torch.tensor([[False, False, True, True], [False, True, True, True], [False] * 4])

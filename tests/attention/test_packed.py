@@ -11,10 +11,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from onepass import functional, numerics
 from tests.attention.cases import (
-    BF16,
     DTYPES,
-    F32,
-    F64,
     GRADIENTS,
     Case,
     assert_same,
@@ -26,6 +23,7 @@ from tests.attention.cases import (
     ours,
 )
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.cases import BF16, DTYPES, F32, F64, Case, assert_same, check, ours
+from tests.attention.cases import DTYPES, Case, assert_same, check, ours
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = pytest.mark.isa
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional, numerics, reference
 from onepass._ops import attention as op
-from tests.attention.cases import BF16, F16, F32, F64, Case
+from tests.attention.cases import Case
+from tests.support.dtypes import BF16, F16, F32, F64
 
 attend = functional.scaled_dot_product_attention
 
@@ -54,59 +56,52 @@ def test_second_derivative_of_the_slopes(through):
     numerics.assert_close(dslopes, ref[1], base[1])
 
 
+def check_second_derivatives(draws: list[Tensor], text: str, tensors: int = 3, **options) -> None:
+    """Against torch's unfused function. Linear in the first gradient: in its square a few elements
+    would dominate the bound."""
+
+    def second(of, drawn):
+        leaves = [t.clone().requires_grad_() for t in drawn[:tensors]]
+        loss = of(*leaves * (3 // tensors), **options).pow(2).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(first, leaves, list(drawn[3 : 3 + tensors]))
+
+    runs = []
+    for drawn in draws:
+        with sdpa_kernel(SDPBackend.MATH):
+            ref, base = (second(F.scaled_dot_product_attention, x) for x in (drawn.double(), drawn))
+        runs.append((second(attend, drawn), ref, base))
+    for index in range(tensors):
+        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
+        numerics.assert_close(*pooled, f"{('query', 'key', 'value')[index]} {text}")
+
+
 @pytest.mark.parametrize(
     "tensors, dtype",
     [(3, F32), (3, BF16), (3, F16), (3, F64), (1, BF16), (1, F16), (1, F64)],
     ids=str,
 )
 def test_second_derivatives_of_each_dtype(tensors, dtype):
-    """Against torch's unfused function, of three tensors, and of one that is all three."""
-
-    def second(of, drawn):
-        """Linear in the first gradient: in its square a few elements would dominate the bound."""
-        leaves = [t.clone().requires_grad_() for t in drawn[:tensors]]
-        loss = of(*leaves * (3 // tensors), is_causal=True).pow(2).sum()
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        return torch.autograd.grad(first, leaves, list(drawn[3 : 3 + tensors]))
-
-    runs = []
-    for _ in range(32):  # with fewer, the bias of 16 bits is random
-        drawn = torch.randn(6, 2, 3, 9, 16).to(dtype)
-        with sdpa_kernel(SDPBackend.MATH):
-            ref, base = (second(F.scaled_dot_product_attention, x) for x in (drawn.double(), drawn))
-        runs.append((second(attend, drawn), ref, base))
-    for index in range(tensors):
-        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
-        numerics.assert_close(*pooled, ("query", "key", "value")[index])
+    """Of three tensors, and of one that is all three. With fewer draws the bias of 16 bits is
+    random."""
+    draws = [torch.randn(6, 2, 3, 9, 16).to(dtype) for _ in range(32)]
+    check_second_derivatives(draws, str(dtype), tensors, is_causal=True)
 
 
 @pytest.mark.parametrize("gap", [3.0, 8.0, 20.0, 60.0])
 def test_second_derivatives_near_certainty(gap):
     """One key's score exceeds all others by `gap`, and its probability is almost 1: derivatives
     are differences of numbers that are almost equal. In float64 the reference has such errors."""
-
-    def second(of, leaves, upstream):
-        leaves = [t.clone().requires_grad_() for t in leaves]
-        first = torch.autograd.grad(of(*leaves, scale=1.0).pow(2).sum(), leaves, create_graph=True)
-        return torch.autograd.grad(first, leaves, upstream)
-
-    runs = []
+    draws = []
     for _ in range(16):
         drawn = 0.3 * torch.randn(6, 2, 3, 9, 16)
         drawn[0, ..., 0], drawn[1, ..., 0] = gap, 0.0
         drawn[1, :, :, 4, 0] = 1.0  # the key that is certain
-        with sdpa_kernel(SDPBackend.MATH):
-            ref, base = (
-                second(F.scaled_dot_product_attention, x[:3], list(x[3:]))
-                for x in (drawn.double(), drawn)
-            )
-        runs.append((second(attend, drawn[:3], list(drawn[3:])), ref, base))
-    for index, name in enumerate(("query", "key", "value")):
-        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
-        numerics.assert_close(*pooled, f"{name} {gap=}")
+        draws.append(drawn)
+    check_second_derivatives(draws, f"{gap=}", scale=1.0)
 
 
-# ---- compile and export -------------------------------------------------------------------------
+# ---- compile ------------------------------------------------------------------------------------
 
 
 def test_compile_packed_sequences_of_any_number_and_length():

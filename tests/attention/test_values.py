@@ -14,11 +14,7 @@ import torch
 
 from tests.attention import cases as attention_cases
 from tests.attention.cases import (
-    BF16,
     DTYPES,
-    F16,
-    F32,
-    F64,
     GRADIENTS,
     Case,
     assert_same,
@@ -30,6 +26,7 @@ from tests.attention.cases import (
 )
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import Executor, each, everywhere
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 

@@ -16,10 +16,6 @@ from onepass import numerics
 from onepass.reference import attention_decode as reference
 from tests.attention import cases as attention_cases
 from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
     NAN,
     assert_same,
     equal,
@@ -29,6 +25,7 @@ from tests.attention.cases import (
     within_window,
 )
 from tests.attention.tensor_cores import lse_in_float32
+from tests.support.dtypes import BF16, F16, F32, F64
 
 __all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32", "pairwise"]
 

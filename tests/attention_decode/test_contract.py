@@ -12,10 +12,7 @@ import torch
 
 from tests.attention_decode.cases import (
     BATCHES,
-    BF16,
     DTYPES,
-    F16,
-    F32,
     LOCATED,
     NAN,
     Case,
@@ -32,6 +29,7 @@ from tests.attention_decode.cases import (
 )
 from tests.emulator.executors import each, everywhere
 from tests.support.allocations import allocated
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 

@@ -18,10 +18,7 @@ from tests.attention.cuda_cases import DECODE_KERNELS, every_third
 from tests.attention_decode import test_values
 from tests.attention_decode.cases import (
     BATCHES,
-    BF16,
     DTYPES,
-    F16,
-    F32,
     Case,
     assert_same,
     call,
@@ -34,6 +31,7 @@ from tests.attention_decode.cases import (
 from tests.attention_decode.test_random import cases, check_any_storage
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 

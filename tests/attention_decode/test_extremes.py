@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.attention_decode.cases import (
-    BF16,
     DTYPES,
-    F32,
     NAN,
     Case,
     assert_same,
@@ -28,6 +26,7 @@ from tests.attention_decode.cases import (
     write,
 )
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import BF16, F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

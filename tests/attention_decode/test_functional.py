@@ -12,10 +12,7 @@ import torch
 
 from onepass import functional
 from tests.attention_decode.cases import (
-    BF16,
     DTYPES,
-    F16,
-    F32,
     Case,
     assert_bits,
     assert_caches,
@@ -23,6 +20,7 @@ from tests.attention_decode.cases import (
     same_bits,
     with_copied_caches,
 )
+from tests.support.dtypes import BF16, F16, F32
 
 attend = functional.attention_with_kv_cache
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onepass import functional, numerics, reference
-from tests.attention_decode.cases import BF16, F16, F32, F64, NAN, assert_same
+from tests.attention_decode.cases import NAN, assert_same
+from tests.support.dtypes import BF16, F16, F32, F64
 
 merge = functional.merge_attention_states
 INF = math.inf

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from tests.attention.cases import reserved
 from tests.attention_decode.cases import (
-    BF16,
     DTYPES,
-    F32,
     NAN,
     Case,
     assert_bits,
@@ -25,6 +23,7 @@ from tests.attention_decode.cases import (
     with_copied_caches,
 )
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import BF16, F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from onepass.functional import attention_with_kv_cache
 from tests.attention_decode.cases import (
     DTYPES,
-    F32,
     Case,
     assert_bits,
     call,
@@ -21,6 +20,7 @@ from tests.attention_decode.cases import (
     with_copied_caches,
 )
 from tests.support.allocations import allocated
+from tests.support.dtypes import F32
 
 OPS = torch.ops.onepass
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from onepass import numerics, reference
 from tests.attention_decode.cases import (
     DTYPES,
-    F32,
     Case,
     assert_same,
     call,
@@ -26,6 +25,7 @@ from tests.attention_decode.cases import (
     pairwise,
 )
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 import onepass
 from onepass import functional, numerics, reference
 from tests.emulator.executors import everywhere, on_cuda
+from tests.support.dtypes import F32
 from tests.support.refused import assert_refused
 from tests.support.seeds import drawn_seed
 
-F32 = torch.float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
 

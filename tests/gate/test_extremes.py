@@ -9,18 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.emulator.executors import everywhere
-from tests.gate.cases import (
-    ACTIVATIONS,
-    BF16,
-    F16,
-    F32,
-    Case,
-    activations,
-    check,
-    dtypes,
-    make,
-    results,
-)
+from tests.gate.cases import ACTIVATIONS, Case, activations, check, dtypes, make, results
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = pytest.mark.isa
 INF, NAN = math.inf, math.nan

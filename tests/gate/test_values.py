@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import onepass
 from onepass import functional, numerics
 from tests.emulator.executors import everywhere
-from tests.gate.cases import BF16, F16, F32, F64, activations, check, dtypes, forms, make, results
+from tests.gate.cases import activations, check, dtypes, forms, make, results
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.isa
 

@@ -22,12 +22,10 @@ from tests.linear.cases import (
     subsets,
 )
 from tests.support import isolated
+from tests.support.dtypes import F32, F64
 from tests.support.guarded import guarded
 from tests.support.refused import assert_refused
 from tests.support.results import assert_same_bits, bits
-
-F32 = torch.float32
-F64 = torch.float64
 
 # ---- bits ----------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from onepass import _C, functional
 from onepass._ops.linear import Activation
 from tests.linear.cases import ACTIVATIONS, ALL_NAMES, FLOATS, RAW, check, dtypes, make, results
+from tests.support.dtypes import F32, F64
 from tests.support.results import bits
 
 pytestmark = pytest.mark.isa
-F32, F64 = torch.float32, torch.float64
 some = pytest.mark.parametrize("activation", list(ACTIVATIONS))
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from onepass import functional
 from tests.linear.cases import NAMES, Case, backward, check, dtypes, layer_gradients, make, results
+from tests.support.dtypes import F32
 from tests.support.results import assert_same_bits
 
-F32 = torch.float32
 pytestmark = pytest.mark.isa
 
 

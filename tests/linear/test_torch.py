@@ -15,9 +15,8 @@ from torch.nn.utils import parametrizations, prune
 import onepass
 from onepass import _dispatch_log, functional, numerics
 from tests.linear.cases import DTYPES, FLOATS, backward, layer_gradients, make, results
+from tests.support.dtypes import BF16, F32, F64
 from tests.support.results import assert_same_bits
-
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 # ---- derivatives ---------------------------------------------------------------------------------
 

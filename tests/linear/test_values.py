@@ -23,33 +23,26 @@ from tests.linear.cases import (
     results,
     subsets,
 )
+from tests.support.dtypes import F64
 from tests.support.results import assert_same_bits
 
 # Around every vector width and around the cuts of sums over features, and far from both.
 FEATURES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 63, 64, 65, 127, 191, 192, 193, 383, 385, 768, 3001)
-F64 = torch.float64
 pytestmark = pytest.mark.isa
 
 
 # ---- values and gradients ------------------------------------------------------------------------
 
 
-@dtypes
-@pytest.mark.parametrize("in_features", FEATURES)
-def test_in_features(in_features, dtype):
-    check(*(make(11, in_features, 37, dtype, seed=seed) for seed in range(3)))
+SIZES = [(11, features, 37) for features in FEATURES] + [(11, 37, n) for n in FEATURES[1:]]
+SIZES += [(n, 70, 45) for n in (5, 11, 12, 13, 23, 24, 25, 36, 37, 100, 959, 960, 961)]
 
 
 @dtypes
-@pytest.mark.parametrize("out_features", FEATURES[1:])
-def test_out_features(out_features, dtype):
-    check(*(make(11, 37, out_features, dtype, seed=seed) for seed in range(3)))
-
-
-@dtypes
-@pytest.mark.parametrize("rows", [5, 11, 12, 13, 23, 24, 25, 36, 37, 100, 959, 960, 961])
-def test_rows(rows, dtype):
-    check(*(make(rows, 70, 45, dtype, seed=seed) for seed in range(2)))
+@pytest.mark.parametrize("rows, in_features, out_features", SIZES)
+def test_sizes(rows, in_features, out_features, dtype):
+    draws = range(3 if rows == 11 else 2)
+    check(*(make(rows, in_features, out_features, dtype, seed=seed) for seed in draws))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -147,21 +147,3 @@ def test_tables_get_no_gradient(name, norms):
 
     with pytest.raises(RuntimeError, match=f"{name} must not require a gradient, got one that"):
         torch.func.grad(through_vmap)(tensors[name].detach())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "interleaved",
-        "seq_first",
-        "rotary_dim",
-        "query",
-        "cos",
-        "key_weight",
-        "eps",
-        "weight_offset",
-    ],
-)
-def test_types(name):
-    with pytest.raises(TypeError, match=f"^rotary_embedding: {name} must be "):
-        functional.rotary_embedding(**Case().tensors() | {name: "yes"})

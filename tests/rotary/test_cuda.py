@@ -15,18 +15,15 @@ from tests.attention.cases import pairwise
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.rotary.cases import (
-    BF16,
     BOTH,
     DTYPES,
-    F16,
-    F32,
-    F64,
     LEAVES,
     Case,
     check,
     check_tensors,
     outputs_and_gradients,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 from tests.support.results import assert_equal
 
 ALIGNED = Case(head_dim=48, rotary_dim=32)

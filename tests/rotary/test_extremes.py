@@ -7,7 +7,8 @@ import torch
 
 from onepass import functional, reference
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import BF16, BOTH, F16, F32, Case, check_tensors
+from tests.rotary.cases import BOTH, Case, check_tensors
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = [everywhere, pytest.mark.isa]
 

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import BF16, BOTH, DTYPES, F32, F64, Case
+from tests.rotary.cases import BOTH, DTYPES, Case
 from tests.support.allocations import allocated
+from tests.support.dtypes import BF16, F32, F64
 from tests.support.refused import assert_refused
 from tests.support.results import assert_equal
 

@@ -7,16 +7,8 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import (
-    BF16,
-    BOTH,
-    F32,
-    F64,
-    Case,
-    check,
-    check_tensors,
-    outputs_and_gradients,
-)
+from tests.rotary.cases import BOTH, Case, check, check_tensors, outputs_and_gradients
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = [everywhere, pytest.mark.isa]
 dtypes = pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)

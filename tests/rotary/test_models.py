@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onepass import functional, numerics, reference
-from tests.rotary.cases import BF16, F16, F32
+from tests.support.dtypes import BF16, F16, F32
 
 pytest.importorskip("transformers", reason="compares with the models of transformers")
 

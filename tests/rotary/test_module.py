@@ -10,7 +10,8 @@ import torch
 import onepass
 from onepass import functional
 from onepass.nn import RotaryEmbedding
-from tests.rotary.cases import BF16, BOTH, F16, F32, F64, Case
+from tests.rotary.cases import BOTH, Case
+from tests.support.dtypes import BF16, F16, F32, F64
 
 
 def rows(**changes) -> list[torch.Tensor]:

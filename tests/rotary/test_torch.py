@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional, numerics, reference
-from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, Case
+from tests.rotary.cases import BOTH, DTYPES, Case
 from tests.support.allocations import allocated
+from tests.support.dtypes import BF16, F16, F32
 from tests.support.results import assert_equal
 
 

@@ -7,17 +7,8 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import (
-    BF16,
-    BOTH,
-    DTYPES,
-    F16,
-    F32,
-    Case,
-    check,
-    check_tensors,
-    outputs_and_gradients,
-)
+from tests.rotary.cases import BOTH, DTYPES, Case, check, check_tensors, outputs_and_gradients
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = [everywhere, pytest.mark.isa]
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
