@@ -470,18 +470,23 @@ def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
 
 
 def check(case: Case, compute=compute) -> None:
-    """Every output and gradient by the numerics rule.
+    """Every output and gradient by the numerics rule."""
+    judge(case, compute, stages(case), pool(case))
+
+
+def judge(case, compute, stages, pool=None) -> None:
+    """Every result of `compute` by the numerics rule, for draws of the case, or of those of `pool`.
 
     The largest of few errors is a matter of chance, in ours and in the base. Some of several
     hundred cases fail by it: they are judged by more draws, in which a real error remains.
     """
-    results = []
-    for count, share in stages(case):
-        numbers = range(len(results) // len(pool(case)), count)
-        results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool(case)]
+    pool, results = pool or (case,), []
+    for count, share in stages:
+        numbers = range(len(results) // len(pool), count)
+        results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool]
         pooled = {
             name: [[result[i][name] for result in results] for i in range(3)]
-            for name in results[0][0]
+            for name in results[0][1]
         }
         if all(takes_at_most(share, numerics.compare(*t)) for t in pooled.values()):
             return

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass import numerics
 from onepass.reference import attention_decode as reference
 from tests.attention import cases as attention_cases
 from tests.attention.cases import (
@@ -21,7 +20,6 @@ from tests.attention.cases import (
     equal,
     int32,
     pairwise,
-    takes_at_most,
     within_window,
 )
 from tests.attention.tensor_cores import lse_in_float32
@@ -384,18 +382,8 @@ def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
 
 
 def check(case: Case, compute: Callable = compute) -> None:
-    """Every result by the numerics rule, with more draws if few fail: see attention_cases.check."""
-    results = []
-    for count, share in stages(case):
-        results += [compute(replace(case, draw=draw)) for draw in range(len(results), count)]
-        pooled = {
-            name: [[result[i][name] for result in results] for i in range(3)]
-            for name in results[0][1]
-        }
-        if all(takes_at_most(share, numerics.compare(*t)) for t in pooled.values()):
-            return
-    for name, tensors in pooled.items():
-        numerics.assert_close(*tensors, f"{case}: {name}")
+    """Every result by the numerics rule."""
+    attention_cases.judge(case, compute, stages(case))
 
 
 # ---- batches ----------------------------------------------------------------------------------

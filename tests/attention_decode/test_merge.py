@@ -76,30 +76,6 @@ def test_parts_merged_are_the_whole(cut, dtype):
         numerics.assert_close(one, exact, stock)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-@pytest.mark.parametrize("cut", ["one", "odd", "empty"])
-def test_gradients_of_parts_merged(cut, dtype):
-    """Through outputs and log-sum-exps, of the query, the keys and the values."""
-    q, k, v = inputs(dtype)
-    up, dlse = torch.randn(2, 3, 20, 24).to(dtype), torch.randn(2, 3, 20)
-
-    def gradients(attend, to, parts=merge):
-        leaves = [x.to(to).requires_grad_() for x in (q, k, v)]
-        output, lse = parts(*split(attend, *leaves, CUTS[cut]))
-        loss = (output * up.to(output.dtype)).sum() + (lse * dlse.to(lse.dtype)).sum()
-        return torch.autograd.grad(loss, leaves)
-
-    def whole(outputs, lses):
-        return outputs[0], lses[0]
-
-    ref = [x.double().requires_grad_() for x in (q, k, v)]
-    output, lse = defined(*ref)
-    ref = torch.autograd.grad((output * up).sum() + (lse * dlse).sum(), ref)
-    base = ref if dtype is F64 else gradients(defined, dtype, formula if cut != "empty" else merge)
-    for name, *results in zip("qkv", gradients(ours, dtype), ref, base, strict=True):
-        numerics.assert_close(*results, f"d{name}")
-
-
 @dtypes
 def test_a_stacked_tensor_is_as_good_as_a_list(dtype):
     outputs, lses = split(ours, *inputs(dtype), CUTS["odd"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import torch
 
 from tests.attention_decode.cases import int32, same_bits, with_copied_caches
@@ -168,38 +167,25 @@ def refused(right: dict, changes: dict, message: str) -> None:
             assert same_bits(arguments[argument], x), f"{argument} was written"
 
 
-def named(table):
-    return [f"{'+'.join(changes)}-{number}" for number, (_, changes, _) in enumerate(table)]
+def test_messages():
+    for right, changes, message in WRONG:
+        refused(right, changes, message)
+        # The same of an append; the rows in use are those after it.
+        message = message.replace("rows in use, 3", "rows in use, 5")
+        if "rows in use, 7" in message:
+            changes, message = dict(cache_leftpad=int32([10, 0])), "rows in use, 9, got 10"
+            message = f"cache_leftpad must lie between 0 and the {message}"
+        refused(right | NEW_ROWS, changes, message)
+    for row in WRONG_APPEND:
+        refused(*row)
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
-def test_messages(number):
-    right, changes, message = WRONG[number]
-    refused(right, changes, message)
-
-
-@pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
-def test_messages_of_an_append(number):
-    """The same messages; the rows in use are those after the append."""
-    right, changes, message = WRONG[number]
-    message = message.replace("rows in use, 3", "rows in use, 5")
-    if "rows in use, 7" in message:
-        changes, message = dict(cache_leftpad=int32([10, 0])), "rows in use, 9, got 10"
-        message = f"cache_leftpad must lie between 0 and the {message}"
-    refused(right | NEW_ROWS, changes, message)
-
-
-@pytest.mark.parametrize("number", range(len(WRONG_APPEND)), ids=named(WRONG_APPEND))
-def test_messages_of_appending(number):
-    refused(*WRONG_APPEND[number])
-
-
-@pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_the_right_calls_are_right(number):
-    arguments = with_copied_caches(RIGHT[number])
-    _, (output, lse) = call(arguments)
-    assert output.shape == Q.shape and lse.shape == Q.shape[:-1]
-    assert call(arguments, check=True)[1] in (None, ())
+def test_the_right_calls_are_right():
+    for right in RIGHT:
+        arguments = with_copied_caches(right)
+        _, (output, lse) = call(arguments)
+        assert output.shape == Q.shape and lse.shape == Q.shape[:-1]
+        assert call(arguments, check=True)[1] in (None, ())
 
 
 def test_caches_in_one_place():

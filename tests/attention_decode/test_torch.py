@@ -294,12 +294,3 @@ def test_export_with_caches_that_are_buffers():
 
 
 # ---- torch's switches ---------------------------------------------------------------------------
-
-
-def test_inference_mode():
-    with torch.inference_mode():
-        t = step_tensors(1)
-        caches = [torch.zeros(2, 2, 9, 8) for _ in range(2)]
-        y, _ = decode(t["query"], *caches, t["key"], t["value"], 3)
-        assert y.is_inference()
-        assert torch.equal(caches[0][:, :, 3:4], t["key"])

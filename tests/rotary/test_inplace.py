@@ -77,31 +77,6 @@ def test_heads_or_tokens_first(tokens_first, seq_first, norms):
 
 
 @everywhere
-@pytest.mark.isa
-@pytest.mark.parametrize("tokens_first", [False, True])
-def test_heads_of_one_projection(tokens_first):
-    """query, key and value are interleaved in one tensor; other memory stays unchanged."""
-    case = Case(heads=4, key_heads=2)
-    for shape, place in (((2, 8, 5, 32), 1), ((2, 4, 5, 4 * 32 + 5), None)):
-        rows = torch.randn(shape)
-        if tokens_first and place:
-            rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
-        before = rows.clone()
-        if place:
-            query, key = rows[:, :4], rows[:, 4:6]
-        else:  # by columns
-            query, key = rows[..., :32], rows[:, 1:3, :, 35:67]
-        untouched = torch.ones_like(rows, dtype=torch.bool)
-        checked(case, case.tensors() | {"query": query, "key": key})
-        if place:
-            untouched[:, :6] = False
-        else:
-            untouched[..., :32] = False
-            untouched[:, 1:3, :, 35:67] = False
-        assert torch.equal(rows[untouched], before[untouched])
-
-
-@everywhere
 def test_packed_sequences():
     """Three dimensions."""
     cos, sin = torch.randn(2, 7, 16)
@@ -243,21 +218,6 @@ def test_gradients(as_views, dtype):
                 *torch.autograd.grad(loss, list(leaves.values()))]  # fmt: skip
 
     assert_equal(gradients(True), gradients(False))
-
-
-@pytest.mark.parametrize("wanted", BOTH)
-def test_a_gradient_of_one_alone(wanted):
-    case = Case()
-    leaves, tables = _leaves(case)
-    rows = {n: leaf.sin() if n == wanted else leaf.detach() for n, leaf in leaves.items()}
-    versions = {name: x._version for name, x in rows.items()}
-    functional.rotary_embedding(**rows, **tables, inplace=True)
-    assert all(x._version == versions[name] + 1 for name, x in rows.items())
-    assert {name: x.requires_grad for name, x in rows.items()} == {n: n == wanted for n in BOTH}
-    (found,) = torch.autograd.grad(rows[wanted].sum(), leaves[wanted])
-    outputs = functional.rotary_embedding(**{n: x.sin() for n, x in leaves.items()}, **tables)
-    (expected,) = torch.autograd.grad(outputs[BOTH.index(wanted)].sum(), leaves[wanted])
-    assert torch.equal(found, expected)
 
 
 def test_nothing_of_the_rows_is_saved():
