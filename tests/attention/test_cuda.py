@@ -195,7 +195,7 @@ def each_instance(cuda, build: str = "plain") -> None:
             check(case)
         cuda.set(shared=99 * 1024, capability=86)
         for case in INSTANCES:
-            if case.dtype in TILED and case.head_dim in (72, 128) and case.bias is None:
+            if case.dtype in TILED and case.head_dim in (72, 128, 160) and case.bias is None:
                 check(case)
 
 

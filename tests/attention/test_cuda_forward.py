@@ -124,23 +124,6 @@ def test_pages_are_read_once(cuda):
     assert read[0] <= read[1] - bias + 2 * 2 * (130 + 2 * 40) * 16 * 4
 
 
-@kinds
-@pytest.mark.parametrize("limit", [99, 163, 227])
-@pytest.mark.grid
-def test_shared_memory_fits_every_device(cuda, limit, kind):
-    """Of compute capability 8.6, 8.9 and 12.0, of 8.0, and of 9.0 and 10.0."""
-    cuda.set(shared=limit * 1024)
-    case = Case(batch=1, heads=1, seq_q=3, seq_k=5, **of_kind(kind))
-    for head_dim in (64, 128, 256, 512):
-        for terms in ({}, dict(bias="")):
-            call = counted(cuda, replace(case, head_dim=head_dim, **terms))
-            assert 0 < call["shared"] <= limit * 1024
-            # A multiprocessor has 1 KiB more than a block may have, and keeps 1 KiB of each.
-            two_fit = 2 * (call["shared"] + 1024) <= (limit + 1) * 1024
-            if kind in TILED and head_dim <= 256:
-                assert two_fit == (head_dim <= 128 or limit == 227)
-
-
 @pytest.mark.parametrize("dtype", TILED, ids=str)
 @pytest.mark.parametrize("shared", [99, 163])
 @pytest.mark.grid

@@ -130,24 +130,3 @@ def test_the_seed_is_drawn_from_torchs_generator():
     torch.manual_seed(5)
     attend(t["query"], t["key"], t["value"])  # draws nothing
     assert torch.equal(call(), expected)
-
-
-@everywhere
-def test_packed_sequences_count_positions_within_themselves():
-    """Dropped scores do not depend on a sequence's place in memory or on its alignment."""
-    case = Case(F32, 32, storage="packed", lengths=((20, 33), (7, 50), (41, 41)), dropout_p=0.5,
-                window_right=0, bottom_right=True)  # fmt: skip
-    t = case.tensors()
-    whole = ours(case, t)
-    for b, (queries, keys) in enumerate(case.sequences):
-        alone = Case(F32, 32, batch=b + 1, seq_q=queries, seq_k=keys, dropout_p=0.5, window_right=0,
-                     bottom_right=True)  # fmt: skip
-        rows = slice(*t["cu_seq_q"][b : b + 2].tolist()), slice(*t["cu_seq_k"][b : b + 2].tolist())
-        part = {
-            name: t[name][rows[name in ("key", "value")]].transpose(0, 1).expand(b + 1, -1, -1, -1)
-            for name in ("query", "key", "value", "doutput")
-        }
-        part["seed"] = t["seed"]
-        for name in ("output", "dquery"):
-            found = whole[name][rows[0]].transpose(0, 1)[None]
-            torch.testing.assert_close(found, ours(alone, part)[name][b:])

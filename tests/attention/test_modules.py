@@ -33,13 +33,16 @@ def pair(cls_name: str, *args, **options) -> tuple[nn.Module, nn.Module]:
 
 
 def run(module, tensors, gradient=None, **arguments):
-    """(output, gradients of the distinct inputs and of all parameters, None if there is none)."""
+    """(output, weights if it returns any, gradients of the distinct inputs and of all parameters,
+    None if there is none)."""
     leaves = {id(x): x.detach().clone().requires_grad_() for x in tensors}
-    output = module(*(leaves[id(x)] for x in tensors), **arguments)
-    output = output[0] if isinstance(output, tuple) else output
-    gradient = torch.ones_like(output) if gradient is None else gradient.to(output)
-    wanted = [*leaves.values(), *module.parameters()]
-    return output, *torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+    found = module(*(leaves[id(x)] for x in tensors), **arguments)
+    output, *weights = found if isinstance(found, tuple) else (found,)
+    weights = [x for x in weights if x is not None]
+    upstream = [torch.ones_like(output) if gradient is None else gradient.to(output)]
+    upstream += [torch.linspace(-1, 1, x.numel()).to(x).view_as(x) for x in weights]
+    outputs, wanted = [output, *weights], [*leaves.values(), *module.parameters()]
+    return *outputs, *torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
 
 
 def assert_same(ours, stock) -> None:
@@ -116,18 +119,21 @@ def masks(keys: int, entries: int):
 
 @pytest.mark.parametrize("extra", [{}, dict(add_bias_kv=True, add_zero_attn=True)], ids=str)
 @pytest.mark.parametrize("batch_first", [True, False, None])
+@pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-def test_every_mask(extra, batch_first):
-    """None: without a batch."""
+def test_every_mask(extra, batch_first, need_weights):
+    """None: without a batch. Weights are averaged over heads, or not, by turns."""
     batched, options = batch_first is not None, {"batch_first": bool(batch_first), **extra}
     ours, stock = pair("MultiheadAttention", WIDTH, HEADS, **options)
     tensors = draw("key is value", bool(batch_first), batched)
-    for name, padding, attn_mask in masks(KEYS, BATCH * HEADS if batched else HEADS):
+    of_each = masks(KEYS, BATCH * HEADS if batched else HEADS)
+    for number, (name, padding, attn_mask) in enumerate(of_each):
         padding = padding if batched or padding is None else padding[1]
-        arguments = dict(key_padding_mask=padding, attn_mask=attn_mask, need_weights=False)
+        arguments = dict(key_padding_mask=padding, attn_mask=attn_mask, need_weights=need_weights)
+        arguments |= dict(average_attn_weights=number % 2 > 0)
         with onepass._dispatch_log.record() as calls:
             results = [run(ours.double(), tensors, **arguments)]
-        assert attentions_in(calls) == 2, name
+        assert need_weights or attentions_in(calls) == 2, name
         results.append(run(stock.double(), tensors, **arguments))
         assert_same(*results)
 

@@ -201,20 +201,6 @@ def test_scores_beyond_the_exponential(dtype):
     assert torch.equal(found, expected)
 
 
-@everywhere
-@dtypes
-def test_keys_that_are_all_alike(dtype):
-    """The mean of the values, and the logarithm of their number."""
-    case = Case(dtype, 32, lengths=(129, 5000), seq_q=2)
-
-    def change(t):
-        key = t["k_cache"].clone()
-        key[:] = key[:, :, :1]
-        return dict(k_cache=key)
-
-    check_changed(case, change)
-
-
 # ---- not finite ---------------------------------------------------------------------------------
 
 

@@ -95,40 +95,19 @@ def test_odd_sizes(rows, in_features, out_features, dtype):
     check(*(make(rows, in_features, out_features, dtype, seed=s) for s in range(12 + 48 // least)))
 
 
-@dtypes
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size", [(0,), (3, 0), (0, 3), (2, 0, 3)], ids=str)
-def test_no_rows(size, bias, dtype):
-    case = make(size, 8, 5, dtype, bias=bias)
-    found = results(functional.linear, case)
-    assert found["output"].shape == (*size, 5)
-    assert found["input"].shape == (*size, 8)
-    assert found["weight"].shape == (5, 8) and not found["weight"].any()
-    if bias:
-        assert found["bias"].shape == (5,) and not found["bias"].any()
-
-
-@dtypes
-@pytest.mark.parametrize("rows", [(0,), (1,), (30,), (2, 3)], ids=str)
-def test_no_in_features(rows, dtype):
-    """The output is the bias, whose gradient is a sum of rows as ever."""
-    cases = [make(rows, 0, 5, dtype, seed=seed) for seed in range(8)]
-    check(*cases)
-    output = functional.linear(**cases[0].tensors())
-    assert torch.equal(output, cases[0].bias.expand(*rows, 5))
-    without = functional.linear(cases[0].input, cases[0].weight)
-    assert torch.equal(without, torch.zeros_like(output))
+EMPTY = [(rows, 8, 5) for rows in ((0,), (3, 0), (0, 3), (2, 0, 3))]
+EMPTY += [
+    (rows, *features) for rows in ((0,), (1,), (30,), (2, 3)) for features in ((0, 5), (8, 0))
+]
 
 
 @dtypes
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [(0,), (1,), (30,), (2, 3)], ids=str)
-def test_no_out_features(rows, bias, dtype):
-    case = make(rows, 8, 0, dtype, bias=bias)
-    found = results(functional.linear, case)
-    assert found["output"].shape == (*rows, 0)
-    assert found["input"].shape == (*rows, 8) and not found["input"].any()
-    assert found["weight"].shape == (0, 8)
+@pytest.mark.parametrize("rows, in_features, out_features", EMPTY)
+def test_empty(rows, in_features, out_features, bias, dtype):
+    """Without in_features the output is the bias, whose gradient is a sum of rows as ever."""
+    sizes = rows, in_features, out_features
+    check(*(make(*sizes, dtype, bias=bias, seed=seed) for seed in range(8)))
 
 
 def test_a_vector():

@@ -148,17 +148,12 @@ def wrong_calls() -> dict:
         "cos must lie apart from query, which is rotated in place, got shared memory": (
             {"query": rows, "cos": rows[0, 0]}
         ),
-        "sin must lie apart from key, which is rotated in place, got shared memory": (
-            {"key": rows, "sin": rows[0, 0]}
-        ),
         "query_weight must lie apart from query, which is rotated in place, got shared memory": (
             {"query": rows} | weight
         ),
         "positions must lie between 0 and 8, the last row of cos, got 9": (
             {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8), "positions": torch.full((5,), 9)}
         ),
-        "key must have shape (2, 4, 5, 8), got (2, 4, 5, 6)": {"key": torch.ones(2, 4, 5, 6)},
-        "weight_offset must be 0 without a weight, got 1": {"weight_offset": 1.0},
     }
 
 
