@@ -70,6 +70,20 @@ def once_per_tile(case: Case, rows: int) -> tuple[int, int]:
     return queries * size, keys * size
 
 
+# For both directions.
+ONE_PASS = {
+    "64": Case(BF16, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=400),
+    "64, causal": Case(F16, 64, batch=2, heads=2, seq_q=300, seq_k=300, window_right=0),
+    "40 and 72": Case(BF16, 40, 72, batch=1, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
+    "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
+    "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
+    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
+    "float32": Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
+    "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
+}  # fmt: skip
+ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
+
+
 # ---- every instance, in every build --------------------------------------------------------------
 
 # By dtype and bucket, without and with terms of scores; rows that no 16 bytes divide among them,

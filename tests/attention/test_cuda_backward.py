@@ -9,7 +9,7 @@ import torch
 
 from tests.attention import cases as attention_cases
 from tests.attention.cases import Case, assert_same, backward, check, forward
-from tests.attention.cuda_cases import CAUSAL, TILED, half_and_float, kinds, of_kind
+from tests.attention.cuda_cases import CAUSAL, ONE_PASS, TILED, half_and_float, kinds, of_kind
 from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
@@ -139,18 +139,6 @@ def test_gradients_do_not_depend_on_other_sequences(cuda, deterministic, dtype):
 
 
 # ---- traffic and resources -----------------------------------------------------------------------
-
-ONE_PASS = {
-    "64": Case(BF16, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=400),
-    "64, causal": Case(F16, 64, batch=2, heads=2, seq_q=300, seq_k=300, window_right=0),
-    "40 and 72": Case(BF16, 40, 72, batch=1, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
-    "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
-    "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
-    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
-    "float32": Case(F32, 64, batch=1, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
-    "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
-}  # fmt: skip
-ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
 
 
 def counted(cuda, case: Case, **changes) -> dict:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.attention.cases import Case, assert_same, check, forward
-from tests.attention.cuda_cases import CAUSAL, TILED, kinds, of_kind, once_per_tile
-from tests.support.dtypes import BF16, F16, F32, F64
+from tests.attention.cuda_cases import CAUSAL, ONE_PASS, TILED, kinds, of_kind, once_per_tile
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -63,18 +63,7 @@ def test_where_rows_lie_changes_no_bit(cuda, dtype, head_dim, shared):
 
 # ---- traffic and resources -----------------------------------------------------------------------
 
-ONE_PASS = {
-    "64": Case(BF16, 64, batch=1, seq_q=150, seq_k=230),
-    "64, causal": Case(F16, 64, batch=2, seq_q=300, seq_k=230, window_right=0),
-    "40 and 72": Case(BF16, 40, 72, heads=4, kv_heads=2, seq_q=150, seq_k=230, **CAUSAL),
-    "128, window": Case(F16, 128, batch=1, seq_q=300, seq_k=200, window_left=20, window_right=5),
-    "256": Case(BF16, 256, batch=1, seq_q=150, seq_k=100, window_right=0),
-    "36 and 70": Case(BF16, 36, 70, batch=1, seq_q=150, seq_k=130),  # rows in pieces of 8 and 4
-    "8": Case(BF16, 8, batch=1, seq_q=150, seq_k=230),
-    "float32": Case(F32, 64, heads=2, kv_heads=1, seq_q=150, seq_k=230, **CAUSAL),
-    "float64": Case(F64, 64, batch=1, seq_q=70, seq_k=100),
-}  # fmt: skip
-ONE_PASS["float32 as TF32"] = replace(ONE_PASS["float32"], tf32=True)
+NARROW = Case(BF16, 8, batch=1, seq_q=150, seq_k=230)
 
 
 def counted(cuda, case: Case) -> dict:
@@ -82,10 +71,9 @@ def counted(cuda, case: Case) -> dict:
     return cuda.done[-1]
 
 
-@pytest.mark.parametrize("name", ONE_PASS)
-def test_one_pass(cuda, name):
+@pytest.mark.parametrize("case", [*ONE_PASS.values(), NARROW], ids=[*ONE_PASS, "8"])
+def test_one_pass(cuda, case):
     """Q, O and the LSE once, K and V once for each tile of queries that sees them; to the byte."""
-    case = ONE_PASS[name]
     call = counted(cuda, case)
     assert call["read"] == sum(once_per_tile(case, call["rows_per_tile"]))
     statistics = 2 * (8 if case.dtype is F64 else 4)

@@ -277,43 +277,35 @@ def test_compile_fullgraph(backend, gradients):
             assert torch.equal(ours, eager)
 
 
-def test_compiled_code_writes_into_its_inputs():
+class Rotated(torch.nn.Module):
+    def forward(self, query, key, cos, sin):
+        return functional.rotary_embedding(query, key, cos, sin, inplace=True)[0].sin()
+
+
+def exported(given: tuple, strict: bool):
+    return torch.export.export(Rotated(), given, strict=strict).module()
+
+
+PROGRAMS = {
+    "compiled": lambda given: torch.compile(Rotated(), fullgraph=True, backend="aot_eager"),
+    "exported": lambda given: exported(given, False),
+    "exported strictly": lambda given: exported(given, True),
+    "traced": lambda given: torch.jit.trace(Rotated(), given, check_trace=False),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_write_into_their_inputs(name):
     torch._dynamo.reset()
-    compiled = torch.compile(functional.rotary_embedding, fullgraph=True, backend="aot_eager")
     tensors = Case().tensors()
+    program = PROGRAMS[name](tuple(Case().tensors().values()))
     expected = functional.rotary_embedding(**tensors)
-    compiled(**tensors, inplace=True)
-    assert torch.equal(tensors["query"], expected[0]) and torch.equal(tensors["key"], expected[1])
-    with pytest.raises(RuntimeError, match="query must have a place for each element"):
-        compiled(**tensors | {"query": tensors["query"][:1].expand(2, -1, -1, -1)}, inplace=True)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_write_into_their_inputs(strict):
-    class Model(torch.nn.Module):
-        def forward(self, query, key, cos, sin):
-            functional.rotary_embedding(query, key, cos, sin, inplace=True)
-            return query.sin()
-
-    program = torch.export.export(Model(), (), Case().tensors(), strict=strict)
-    tensors = Case().tensors()
-    expected = functional.rotary_embedding(**tensors)
-    output = program.module()(**tensors)
-    assert torch.equal(output, expected[0].sin())
-    assert torch.equal(tensors["query"], expected[0]) and torch.equal(tensors["key"], expected[1])
-
-
-def test_traces_write_into_their_inputs():
-    tensors = Case().tensors()
-    given = tuple(tensors.values())
-
-    def function(query, key, cos, sin):
-        return functional.rotary_embedding(query, key, cos, sin, inplace=True)
-
-    traced = torch.jit.trace(function, tuple(t.clone() for t in given), check_trace=False)
-    expected = functional.rotary_embedding(*given)
-    traced(*given)
-    assert torch.equal(given[0], expected[0]) and torch.equal(given[1], expected[1])
+    assert torch.equal(program(*tensors.values()), expected[0].sin())
+    assert_equal((tensors["query"], tensors["key"]), expected)
+    if name == "compiled":
+        tensors["query"] = tensors["query"][:1].expand(2, -1, -1, -1)
+        with pytest.raises(RuntimeError, match="query must have a place for each element"):
+            program(*tensors.values())
 
 
 def test_transforms_are_refused_before_anything_is_written():
