@@ -39,7 +39,14 @@ def assert_same_bits(found: Results, expected: Results, text: str = "") -> None:
         assert torch.equal(bits(tensor), bits(value)), f"{text}: {name}"
 
 
+def same_bits(found: Results, expected: Results) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].shape == value.shape and torch.equal(bits(found[name]), bits(value))
+        for name, value in expected.items()
+    )
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The bits of each element, as an integer."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().contiguous().view(integers)
+    return tensor.detach().resolve_neg().contiguous().view(integers)

@@ -12,5 +12,7 @@ CALLS = {call.name: call for part in PARTS for call in part.calls()}
 # What has derivatives, with every option that changes one.
 SAMPLES = {name: call for name, call in CALLS.items() if call.differentiable}
 SAMPLES |= {call.name: call for call in variants.variants()}
+# All of them but modules, raw operators and optimizers.
+FUNCTIONS = {n: c for n, c in (CALLS | SAMPLES).items() if not n.startswith(("nn.", "ops.", "opt"))}
 
-__all__ = ["CALLS", "SAMPLES", "Call", "flat"]
+__all__ = ["CALLS", "FUNCTIONS", "SAMPLES", "Call", "flat"]

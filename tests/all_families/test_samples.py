@@ -1,0 +1,73 @@
+"""Results and gradients of a sample have the same bits whatever the rest of its batch is, and those
+of a batch for any number of threads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from onepass import _C
+from tests.support.calls import CALLS, FUNCTIONS
+from tests.support.calls.memory import everything, of_samples, samples, with_upstream
+from tests.support.results import Results, same_bits
+
+# Packed sequences have no batch, one row is none, a mean is of all rows, a merge is torch's.
+WITHOUT = ("varlen", "merge", "linear of () rows", "cross_entropy")
+NAMES = [n for n, c in FUNCTIONS.items() if c.differentiable and not any(w in n for w in WITHOUT)]
+NAMES += [name for name in FUNCTIONS if re.search("cross_entropy (none|all)", name)]
+
+
+def repeated(name: str, times: int = 0, *, elements: int = 0) -> tuple[int, Results]:
+    """The number of samples, and the arguments of `times` as many, or of this many elements."""
+    call = FUNCTIONS[name]
+    given = call.tensors()
+    first = next(iter(given.values()))
+    count, times = len(first), times or elements // first.numel()
+    return count, with_upstream(call, samples(given, torch.arange(times * count) % count))
+
+
+def check(name: str) -> None:
+    call, (count, given) = FUNCTIONS[name], repeated(name, 5)
+    own, state = of_samples(given), torch.manual_seed(3).get_state()
+    whole = everything(call, given)
+    parts = [slice(0, 1), slice(0, 3), slice(1, 2), slice(count, 4 * count)]
+    # What is drawn belongs to a place in the batch.
+    is_drawn = not torch.equal(state, torch.get_rng_state())
+    for rows in parts[:2] if is_drawn else parts:
+        found = everything(call, samples(given, rows))
+        for result, tensor in found.items():
+            argument = result.removeprefix("gradient of ")
+            if argument in own or result.startswith("result") and tensor.dim():
+                expected = whole[result][rows]
+                assert same_bits({"": tensor}, {"": expected}), f"{name}: {result} of {rows}"
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator(name):
+    check(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in CALLS])
+def test_on_cuda(cuda, name):
+    check(name)
+
+
+# Calls, and the fifth part of their variants; test_parallel.py has the operators. Without work for
+# two threads: attention to no keys, and products of a few classes.
+THREADED = [name for name in NAMES if name in CALLS]
+THREADED += [name for name in NAMES if name not in CALLS][::5]
+THREADED = [n for n in THREADED if "no keys" not in n and "linear_cross_entropy" not in n]
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", THREADED)
+def test_any_number_of_threads(name):
+    call, (_, given) = FUNCTIONS[name], repeated(name, elements=1 << 17)
+    expected, before = everything(call, given), _C.parallel_regions()
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert same_bits(everything(call, given), expected), f"{name}: {threads} threads"
+    assert _C.parallel_regions() > before, "too little work"
