@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.attention import cases as attention_cases
-from tests.attention.cases import Case, assert_same, backward, check, forward, ours, pairwise
+from tests.attention.cases import Case, assert_same, backward, check, forward, ours
 from tests.attention.cuda_cases import (
     AXES,
     BRANCHES,
@@ -34,6 +34,7 @@ from tests.attention.test_random import cases
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -120,14 +121,6 @@ LAID_OUT = Case(
     BF16, 64, heads=2, kv_heads=2, seq_q=33, seq_k=70, window_left=60, bias="hq", mask="bhq",
     **CAUSAL,
 )  # fmt: skip
-
-
-@half_and_float
-def test_terms_of_a_shard_of_keys(dtype):
-    """Tiles begin where calls of Philox do: here before the first key of bias and mask, by the
-    width of their reads."""
-    check(Case(dtype, 40, batch=1, heads=1, seq_q=40, seq_k=64, key_offset=12, bias="hq", mask="hq",
-               dropout_p=0.2))  # fmt: skip
 
 
 NOT_ALIGNED = [(BF16, 2), (BF16, 8), (F32, 4)]

@@ -22,11 +22,11 @@ from tests.attention.cases import (
     check,
     forward,
     ours,
-    pairwise,
 )
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import Executor, each, everywhere
 from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.pairs import pairwise
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 

@@ -14,18 +14,11 @@ from torch import Tensor
 
 from onepass.reference import attention_decode as reference
 from tests.attention import cases as attention_cases
-from tests.attention.cases import (
-    NAN,
-    assert_same,
-    equal,
-    int32,
-    pairwise,
-    within_window,
-)
+from tests.attention.cases import NAN, assert_same, equal, int32, within_window
 from tests.attention.tensor_cores import lse_in_float32
 from tests.support.dtypes import BF16, F16, F32, F64
 
-__all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32", "pairwise"]
+__all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32"]
 
 DTYPES = (F32, BF16, F16)
 GUARD = 64  # elements around a cache that must not be written

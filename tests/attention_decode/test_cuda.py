@@ -25,13 +25,13 @@ from tests.attention_decode.cases import (
     check,
     int32,
     ours,
-    pairwise,
     quick_batches,
 )
 from tests.attention_decode.test_random import cases, check_any_storage
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.support.dtypes import BF16, F16, F32
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 

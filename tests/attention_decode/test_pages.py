@@ -226,23 +226,6 @@ def far(shape, strides, dtype=BF16) -> Tensor:
     return reserved(last + 1, dtype).as_strided(shape, strides)
 
 
-@pytest.mark.parametrize("which", ["heads", "rows", "sequences"])
-def test_offsets_beyond_32_bits(which):
-    case = Case(BF16, 64, lengths=(20, 30), new_rows=1, seq_q=2, window_right=0)
-    t = case.tensors()
-    expected = call(case, with_copied_caches(t))
-    apart = {
-        "heads": (64 * 40, 2**31 + 5, 64, 1),
-        "rows": (64, 128, 2**31 // 28, 1),
-        "sequences": (2**31 + 5, 64 * 40, 64, 1),
-    }[which]
-    views = {name: far(t[name].shape, apart) for name in ("k_cache", "v_cache")}
-    for name, view in views.items():
-        view.copy_(t[name])
-    found = call(case, t | views)
-    assert_bits(found, expected)
-
-
 def test_pages_and_caches_of_numbers_beyond_32_bits():
     """The last of so many pages, or caches, that there are more than 2^31 elements before it."""
     case = Case(BF16, 64, heads=2, kv_heads=1, lengths=(20,), new_rows=1, page_size=64)

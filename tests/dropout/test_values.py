@@ -148,17 +148,6 @@ def test_messages():
 # ---- layouts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("threads", [2, 3, 5])
-def test_fate_does_not_depend_on_threads(threads):
-    x = torch.randn(300_001)
-    torch.manual_seed(1)
-    expected = functional.dropout(x, 0.5)
-    torch.set_num_threads(threads)
-    torch.manual_seed(1)
-    assert torch.equal(functional.dropout(x, 0.5), expected)
-
-
 @everywhere
 @pytest.mark.parametrize("size", [(0,), (3, 0), ()])
 def test_empty_and_scalar(size):

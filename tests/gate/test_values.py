@@ -93,16 +93,6 @@ def test_named_functions():
     numerics.assert_close(glu, F.glu(both.double()), F.glu(both))
 
 
-@pytest.mark.parametrize("threads", [2, 3, 5])
-@pytest.mark.parametrize("form", ["two", "halves"])
-def test_any_number_of_threads(form, threads):
-    case = make(9, 40_003, form=form)
-    expected = results(case.ours, case)
-    torch.set_num_threads(threads)
-    found = results(case.ours, case)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 # ---- as models have them -------------------------------------------------------------------------
 
 

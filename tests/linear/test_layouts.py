@@ -11,37 +11,10 @@ import torch.nn.functional as F
 from onepass import functional
 from tests.linear.cases import NAMES, Case, backward, check, dtypes, layer_gradients, make, results
 from tests.support.dtypes import F32
+from tests.support.layouts import LAYOUTS, strided  # noqa: F401  (for other families)
 from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
-
-
-def inside(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(size, float("nan"), dtype=dtype)
-
-
-def strided(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The values of a 3-D tensor in another layout, inside a buffer that is NaN everywhere else."""
-    a, b, c = tensor.shape
-    buffers = {
-        "every other row": ((a, 2 * b, c), lambda t: t[:, ::2]),
-        "every other block": ((2 * a, b, c), lambda t: t[::2]),
-        "wide rows": ((a, b, c + 5), lambda t: t[..., 3 : 3 + c]),
-        "transposed rows": ((b, a, c), lambda t: t.transpose(0, 1)),
-        "columns first": ((c, a, b), lambda t: t.permute(1, 2, 0)),
-        "every third column": ((a, b, 3 * c), lambda t: t[..., ::3]),
-        "odd offset": ((a * b * c + 1,), lambda t: t[1:].view(a, b, c)),
-    }
-    size, view = buffers[layout]
-    buffer = inside(size, tensor.dtype)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
-LAYOUTS = [
-    "every other row", "every other block", "wide rows", "transposed rows", "columns first",
-    "every third column", "odd offset",
-]  # fmt: skip
 
 
 @dtypes
@@ -63,22 +36,6 @@ def test_one_tensor_as_input_and_weight():
         torch.autograd.grad(f(x, x).pow(2).sum(), x)[0] for f in (functional.linear, F.linear)
     ]
     torch.testing.assert_close(*gradients)
-
-
-def test_offsets_beyond_32_bits():
-    """Rows 2^31 + 5 elements apart; the memory between them is never touched."""
-    try:
-        buffer = torch.empty(2**31 + 5 + 64, dtype=torch.bfloat16)
-    except RuntimeError:
-        pytest.skip("no address space for 4 GiB")
-    far = buffer.as_strided((2, 40), (2**31 + 5, 1))
-    for name in ("input", "weight", "doutput"):
-        case = make(2, 40, 2, torch.bfloat16)
-        expected = results(functional.linear, case)
-        columns = getattr(case, name).shape[1]
-        view = far[:, :columns]
-        setattr(case, name, view.copy_(getattr(case, name)))
-        assert_same_bits(results(functional.linear, case), expected, name)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -47,16 +47,6 @@ def test_gradient_penalty(dtype, bias):
 # ---- compile, export, trace ----------------------------------------------------------------------
 
 
-def test_fakes_record_the_operator():
-    """Tracing with fakes, as in export, records onepass's operator and not torch's."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    tensors = list(make(3, 4, 5).tensors().values())
-    for mode in ("real", "fake", "symbolic"):
-        graph = make_fx(lambda *t: functional.linear(*t), tracing_mode=mode)(*tensors)
-        assert "onepass.linear_forward" in graph.code, mode
-
-
 # ---- autocast ------------------------------------------------------------------------------------
 
 
@@ -311,10 +301,3 @@ def test_samples_are_rows_of_one_product():
         lambda x: functional.linear(x, w, dropout_p=0.5), randomness="same"
     )(x.detach().abs() + 1)  # fmt: skip
     assert all(torch.equal(one == 0, dropped[0] == 0) for one in dropped)
-
-
-def test_functional_call():
-    module, x = onepass.nn.Linear(8, 5), torch.randn(4, 8)
-    other = {"weight": torch.randn(5, 8), "bias": torch.randn(5)}
-    found = torch.func.functional_call(module, other, (x,))
-    assert torch.equal(found, functional.linear(x, **other))

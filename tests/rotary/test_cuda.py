@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from onepass import functional
-from tests.attention.cases import pairwise
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.rotary.cases import (
@@ -24,6 +23,7 @@ from tests.rotary.cases import (
     outputs_and_gradients,
 )
 from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.pairs import pairwise
 from tests.support.results import assert_equal
 
 ALIGNED = Case(head_dim=48, rotary_dim=32)

@@ -29,23 +29,6 @@ def test_heads_or_tokens_first(dtype, norms, tokens_first, seq_first):
 
 
 @normed
-@pytest.mark.parametrize("tokens_first", [False, True])
-def test_slices_of_one_projection(tokens_first, norms):
-    """query, key and value in one tensor; results are dense and in its order."""
-    case = Case(heads=4, key_heads=2, norms=norms)
-    batch, tokens, head_dim = case.batch, case.tokens, case.head_dim
-    rows = torch.randn(batch, tokens, 8, head_dim) if tokens_first else torch.randn(
-        batch, 8, tokens, head_dim)  # fmt: skip
-    rows = rows.transpose(1, 2) if tokens_first else rows
-    tensors = case.tensors() | {"query": rows[:, :4], "key": rows[:, 4:6]}
-    check_tensors(case, tensors)
-    query, key = functional.rotary_embedding(**tensors, **case.options)
-    for output in (query, key):
-        dense = output.transpose(1, 2) if tokens_first else output
-        assert dense.is_contiguous()
-
-
-@normed
 @pytest.mark.parametrize("positions", ["", "batch"])
 @pytest.mark.parametrize("empty", ["batch", "heads", "key_heads", "tokens", "head_dim"])
 def test_empty(empty, positions, norms):

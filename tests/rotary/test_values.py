@@ -140,14 +140,3 @@ def test_many_rows(dtype, tokens_first, norms):
         torch.set_num_threads(threads)
         found = outputs_and_gradients(functional.rotary_embedding, case, tensors)
         assert all(map(torch.equal, found, expected))
-
-
-@normed
-def test_a_row_does_not_depend_on_the_others(norms):
-    tensors = Case(batch=3, heads=5, key_heads=2, tokens=70, head_dim=40, norms=norms).tensors()
-    whole = functional.rotary_embedding(**tensors)
-    weight = {"query_weight": tensors["query_weight"]} if norms else {}
-    query, cos, sin = (tensors[name] for name in ("query", "cos", "sin"))
-    query, cos, sin = query[1:2, 3:4, 50:51], cos[50:51], sin[50:51]
-    alone, _ = functional.rotary_embedding(query, None, cos, sin, **weight)
-    assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])
