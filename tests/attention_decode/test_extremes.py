@@ -126,17 +126,6 @@ def test_rows_without_keys(page_size, sinks, dtype):
 
 @everywhere
 @dtypes
-def test_padding_of_all_rows(dtype):
-    for new_rows in (-1, 2):
-        case = Case(dtype, 16, lengths=(5, 9), new_rows=new_rows, seq_q=2, window_right=0)
-        t = case.tensors()
-        t["cache_leftpad"] = t["cache_seqlens"] + case.appends
-        found = ours(case, t)
-        assert not found["output"].any() and (found["lse"] == -INF).all()
-
-
-@everywhere
-@dtypes
 def test_a_sink_of_minus_infinity_is_none(dtype):
     case = Case(dtype, 16, lengths=(9, 0, 200), seq_q=2, window_right=0, sinks=F32)
     t = case.tensors()

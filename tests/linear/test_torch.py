@@ -206,16 +206,6 @@ def test_the_gradient_of_a_bias_has_threads_of_its_own():
     assert of_bias["arguments"] == "768 sums of 2000, float32"
 
 
-def test_explain_of_a_backward():
-    leaves = [t.requires_grad_() for t in make(9, 16, 8).tensors().values()]
-
-    def step():
-        functional.linear(*leaves).sum().backward()
-
-    ops = [call["op"] for call in onepass.explain(step).calls]
-    assert ops == ["linear", "linear_backward: dinput", "linear_backward: dweight"]
-
-
 def test_parameters_are_plain():
     """nn.Parameter and nn.Buffer are no subclasses of this kind: ours computes."""
     case = make(4, 6, 5)

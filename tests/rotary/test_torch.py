@@ -95,14 +95,6 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
     assert [x.dtype for x in ours] == [x.dtype for x in stock] == [dtype] * 2
 
 
-def test_compile_says_that_tables_get_no_gradient():
-    tensors = Case().tensors()
-    tensors["cos"].requires_grad_()
-    compiled = torch.compile(functional.rotary_embedding, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="cos must not require a gradient"):
-        compiled(**tensors)
-
-
 @pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
 def test_tensors_without_data(mode):
     """Positions have no values there."""

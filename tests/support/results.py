@@ -50,3 +50,8 @@ def bits(tensor: Tensor) -> Tensor:
     """The bits of each element, as an integer."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().resolve_neg().contiguous().view(integers)
+
+
+def kinds(tensor: Tensor) -> Tensor:
+    """0: finite, 1: NaN, 2 and 3: the infinities."""
+    return tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3
