@@ -149,6 +149,18 @@ def test_messages():
 
 
 @everywhere
+def test_fate_follows_the_logical_index_whatever_the_strides():
+    x = torch.randn(6, 5, 8)
+    torch.manual_seed(1)
+    expected = functional.dropout(x, 0.5)
+    for layout in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.cat([x, x], 2)[..., :8]):
+        torch.manual_seed(1)
+        assert torch.equal(functional.dropout(layout, 0.5), expected)
+        torch.manual_seed(1)
+        assert torch.equal(functional.add_dropout(x, layout, 0.5), x + expected)
+
+
+@everywhere
 @pytest.mark.parametrize("size", [(0,), (3, 0), ()])
 def test_empty_and_scalar(size):
     x = torch.ones(size, requires_grad=True)
