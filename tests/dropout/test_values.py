@@ -299,3 +299,10 @@ def test_in_place_on_a_view_of_a_hidden_tensor_reaches_its_gradient(function):
     expected = torch.full((4, 4), 2.0)
     expected[1] = 0
     assert torch.equal(leaf.grad, expected)
+
+
+def test_vmap_of_samples_that_are_not_contiguous():
+    model = onepass.nn.Dropout(0.5)
+    x = torch.ones(3, 2, 4, 5, 6).transpose(2, 3)
+    y = torch.vmap(model, randomness="different")(x)
+    assert y.shape == x.shape and 0 < int((y == 0).sum()) < y.numel()
