@@ -114,14 +114,6 @@ def test_modules_wrapped_by_torchs_own_tools():
         assert all(p.grad is not None for p in ours.parameters())
 
 
-def test_the_module_on_meta_and_lazily_made():
-    module = onepass.nn.Linear(8, 5, device="meta")
-    assert module(torch.empty(3, 8, device="meta")).shape == (3, 5)
-    module = module.to_empty(device="cpu")
-    module.reset_parameters()
-    assert module(torch.randn(3, 8)).shape == (3, 5)
-
-
 # ---- subclasses of Tensor ------------------------------------------------------------------------
 
 
