@@ -14,8 +14,8 @@ from tests.support.refused import assert_refused
 
 OP = "gated_activation"
 X, VECTOR = torch.ones(3, 6), torch.ones(6)
-FLOAT = "must have dtype float32, bfloat16, float16 or float64, got"
-BESIDE = "must have dtype float32, bfloat16 or float16 beside gate, got float64"
+FLOAT = "have dtype float32, bfloat16, float16 or float64, got"
+BESIDE = "have dtype float32, bfloat16 or float16 beside gate, got float64"
 HALVES = "gate must have a last dimension of two halves where up is not given, got"
 KIND = "activation_kind must be one of 1 to 7, got"
 RIGHT = dict(gate=X, up=X, activation_kind=2, gate_last=False)
@@ -24,9 +24,9 @@ WRONG = {
     "up must have shape (3, 6), got (6,)": dict(up=VECTOR),
     f"{HALVES} (3, 5)": dict(gate=X[:, :5], up=None),
     f"{HALVES} ()": dict(gate=X[0, 0], up=None),
-    f"gate {FLOAT} int64": dict(gate=X.long()),
-    f"up {FLOAT} complex64": dict(up=X.to(torch.complex64)),
-    f"up {BESIDE}": dict(up=X.double()),
+    f"gate must {FLOAT} int64": dict(gate=X.long()),
+    f"up must {FLOAT} complex64": dict(up=X.to(torch.complex64)),
+    f"up must {BESIDE}": dict(up=X.double()),
     "up must have dtype float64 like gate, got float32": dict(gate=X.double()),
     "up must be on the device of gate, cpu, got meta": dict(up=X.to("meta")),
     "gate_last must be False where up is given, got True": dict(gate_last=True),
@@ -53,8 +53,8 @@ def test_messages_of_the_upstream_gradient(up):
     wrong = {
         "doutput must have shape (3, 6), got (6,)": dict(doutput=VECTOR),
         "doutput must have shape (3, 6), got (3, 12)": dict(doutput=torch.ones(3, 12)),
-        f"doutput {BESIDE}": dict(doutput=X.double()),
-        f"doutput {FLOAT} int32": dict(doutput=X.int()),
+        f"doutput must {BESIDE}": dict(doutput=X.double()),
+        f"doutput must {FLOAT} int32": dict(doutput=X.int()),
         "doutput must be on the device of gate, cpu, got meta": dict(doutput=X.to("meta")),
     }
     assert_refused(RAW.gate_backward, f"{OP}_backward", right, wrong)

@@ -188,8 +188,8 @@ def test_only_what_the_backward_needs_is_kept(wrt):
 
 
 X, W, B, G = torch.ones(4, 6), torch.ones(5, 6), torch.ones(5), torch.ones(4, 5)
-FLOAT = "must have dtype float32, bfloat16, float16 or float64, got"
-BESIDE = "must have dtype float32, bfloat16 or float16 beside"
+FLOAT = "have dtype float32, bfloat16, float16 or float64, got"
+BESIDE = "have dtype float32, bfloat16 or float16 beside"
 SHAPE = "weight must have shape (out_features, in_features), got"
 ENDS = "input must have a last dimension of 6, weight's in_features, got shape"
 META = "on the device of input, cpu, got meta"
@@ -200,51 +200,51 @@ WRONG = {
     f"{SHAPE} (1, 5, 6)": dict(weight=W[None]),
     f"{ENDS} (5, 4)": dict(input=torch.ones(5, 4)),
     f"{ENDS} ()": dict(input=X[0, 0]),
-    f"input {FLOAT} int64": dict(input=X.long()),
-    f"weight {FLOAT} int32": dict(weight=W.int()),
-    f"weight {BESIDE} input, got float64": dict(weight=W.double()),
+    f"input must {FLOAT} int64": dict(input=X.long()),
+    f"weight must {FLOAT} int32": dict(weight=W.int()),
+    f"weight must {BESIDE} input, got float64": dict(weight=W.double()),
     "weight must have dtype float64 like input, got float32": dict(input=X.double()),
     f"weight must be {META}": dict(weight=W.to("meta")),
     "bias must have shape (5,), got (4,)": dict(bias=B[:4]),
     "bias must have shape (5,), got ()": dict(bias=B[0]),
-    f"bias {FLOAT} bool": dict(bias=B.bool()),
-    f"bias {BESIDE} input, got float64": dict(bias=B.double()),
+    f"bias must {FLOAT} bool": dict(bias=B.bool()),
+    f"bias must {BESIDE} input, got float64": dict(bias=B.double()),
     f"bias must be {META}": dict(bias=B.to("meta")),
-    f"out_dtype {FLOAT} int8": dict(out_dtype=torch.int8),
-    f"out_dtype {BESIDE} input, got float64": dict(out_dtype=F64),
+    f"out_dtype must {FLOAT} int8": dict(out_dtype=torch.int8),
+    f"out_dtype must {BESIDE} input, got float64": dict(out_dtype=F64),
 }
 
 DTYPES_OF_GRADIENTS = dict.fromkeys(("input_dtype", "weight_dtype", "bias_dtype"), F32)
 BACKWARD = dict(doutput=G, input=X, weight=W) | DTYPES_OF_GRADIENTS
 WRONG_BACKWARD = {
     "doutput must have at least one dimension, got ()": dict(doutput=G[0, 0]),
-    f"doutput {FLOAT} int64": dict(doutput=G.long()),
+    f"doutput must {FLOAT} int64": dict(doutput=G.long()),
     "weight must be given for the gradient of input, got none": dict(weight=None),
     "input must be given for the gradient of weight, got none": dict(input=None),
     "weight must have shape (5, in_features), got (6, 5)": dict(weight=W.t()),
     "weight must have shape (5, in_features), got (6,)": dict(weight=W[0]),
-    f"weight {FLOAT} int64": dict(weight=W.long()),
-    f"weight {BESIDE} doutput, got float64": dict(weight=W.double()),
+    f"weight must {FLOAT} int64": dict(weight=W.long()),
+    f"weight must {BESIDE} doutput, got float64": dict(weight=W.double()),
     "weight must be on the device of doutput, cpu, got meta": dict(weight=W.to("meta")),
     "input must have shape (4, 6), got (3, 6)": dict(input=X[:3]),
     "input must have shape (4, 6), got (1, 4, 6)": dict(input=X[None]),
     "input must have shape (4, 0), got ()": dict(input=X[0, 0], weight=None, input_dtype=None),
-    f"input {FLOAT} uint8": dict(input=X.byte()),
+    f"input must {FLOAT} uint8": dict(input=X.byte()),
     "input must have dtype float64 like doutput, got float32": (
         dict(doutput=G.double(), weight=W.double())
     ),
     "input must be on the device of doutput, cpu, got meta": dict(input=X.to("meta")),
-    f"input_dtype {FLOAT} int64": dict(input_dtype=torch.int64),
-    f"weight_dtype {BESIDE} doutput, got float64": dict(weight_dtype=F64),
-    f"bias_dtype {FLOAT} bool": dict(bias_dtype=torch.bool),
+    f"input_dtype must {FLOAT} int64": dict(input_dtype=torch.int64),
+    f"weight_dtype must {BESIDE} doutput, got float64": dict(weight_dtype=F64),
+    f"bias_dtype must {FLOAT} bool": dict(bias_dtype=torch.bool),
 }
 
 EPILOGUE = dict(input=X, weight=W, bias=B, residual=G, seed=torch.tensor([1, 2]), dropout_p=0.5,
                 activation_kind=1, save_preactivation=False)  # fmt: skip
 WRONG_EPILOGUE = {
     "residual must have shape (4, 5), got (5,)": dict(residual=B),
-    f"residual {FLOAT} int64": dict(residual=G.long()),
-    f"residual {BESIDE} input, got float64": dict(residual=G.double()),
+    f"residual must {FLOAT} int64": dict(residual=G.long()),
+    f"residual must {BESIDE} input, got float64": dict(residual=G.double()),
     "dropout_p must lie between 0 and 1, got 1.5": dict(dropout_p=1.5),
     "seed must be given with dropout_p > 0 only, got none": dict(seed=None),
     "activation_kind must be one of 0 to 4, got 5": dict(activation_kind=5),
@@ -260,7 +260,7 @@ WRONG_EPILOGUE_BACKWARD = {
     "preactivation must have shape (4, 5), got (5,)": dict(preactivation=B),
     "dropout_p must lie between 0 and 1, got -0.5": dict(dropout_p=-0.5),
     "seed must be given with dropout_p > 0 only, got none": dict(seed=None),
-    f"out_dtype {BESIDE} doutput, got float64": dict(out_dtype=F64),
+    f"out_dtype must {BESIDE} doutput, got float64": dict(out_dtype=F64),
     "activation_kind must be one of 0 to 4, got 9": dict(activation_kind=9),
 }
 
@@ -288,7 +288,7 @@ def test_messages_of_the_function(options):
     wrong = {
         "bias must have shape (5,), got (4,)": dict(bias=B[:4]),
         "residual must have shape (4, 5), got (5,)": dict(residual=B),
-        f"residual {FLOAT} int64": dict(residual=G.long()),
+        f"residual must {FLOAT} int64": dict(residual=G.long()),
     }
     assert_refused(functional.linear, "linear", right, wrong)
 
