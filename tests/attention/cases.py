@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -18,10 +17,10 @@ from torch import Tensor
 from onepass import numerics
 from onepass.reference import attention as reference_module
 from tests.attention.tensor_cores import Tf32Products, lse_in_float32
+from tests.support.dtypes import BF16, F16, F32, F64
 
 reference, weigh = reference_module.attention, reference_module._weigh
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (F32, BF16, F16, F64)
 NAN = float("nan")
 
@@ -470,18 +469,23 @@ def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
 
 
 def check(case: Case, compute=compute) -> None:
-    """Every output and gradient by the numerics rule.
+    """Every output and gradient by the numerics rule."""
+    judge(case, compute, stages(case), pool(case))
+
+
+def judge(case, compute, stages, pool=None) -> None:
+    """Every result of `compute` by the numerics rule, for draws of the case, or of those of `pool`.
 
     The largest of few errors is a matter of chance, in ours and in the base. Some of several
     hundred cases fail by it: they are judged by more draws, in which a real error remains.
     """
-    results = []
-    for count, share in stages(case):
-        numbers = range(len(results) // len(pool(case)), count)
-        results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool(case)]
+    pool, results = pool or (case,), []
+    for count, share in stages:
+        numbers = range(len(results) // len(pool), count)
+        results += [compute(replace(c, draw=draw)) for draw in numbers for c in pool]
         pooled = {
             name: [[result[i][name] for result in results] for i in range(3)]
-            for name in results[0][0]
+            for name in results[0][1]
         }
         if all(takes_at_most(share, numerics.compare(*t)) for t in pooled.values()):
             return
@@ -541,41 +545,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], text: str
     assert found.keys() == expected.keys()
     for name, result in expected.items():
         assert equal(found[name], result), f"{text} {name}"
-
-
-# ---- grids ---------------------------------------------------------------------------------------
-
-
-def pairwise(axes: dict[str, Sequence], seed: int = 0) -> list[dict]:
-    """Rows that hold every pair of values of any two axes at least once; greedy, hence a few more
-    than the product of the two longest axes."""
-    rng = random.Random(seed)
-    sizes = {name: range(len(values)) for name, values in axes.items()}
-    open_pairs = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(sizes, 2)
-        for i, j in itertools.product(sizes[a], sizes[b])
-    }
-    position = {name: number for number, name in enumerate(sizes)}
-
-    def pair(one, other):
-        return (one, other) if position[one[0]] < position[other[0]] else (other, one)
-
-    rows = []
-    while open_pairs:
-        first = min(open_pairs, key=lambda p: (position[p[0][0]], position[p[1][0]], p))
-        row = dict(first)
-        rest = [name for name in sizes if name not in row]
-        for name in rng.sample(rest, len(rest)):
-            gains = [
-                sum(pair((name, i), chosen) in open_pairs for chosen in row.items())
-                for i in sizes[name]
-            ]
-            best = max(gains)
-            row[name] = rng.choice([i for i in sizes[name] if gains[i] == best])
-        open_pairs -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
-        rows.append({name: axes[name][row[name]] for name in axes})
-    return rows
 
 
 def combination(row: dict) -> Case:

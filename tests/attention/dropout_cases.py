@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onepass.reference.attention import keep_scale
-from tests.attention.cases import BF16, F16, F32, F64, Case, backward, forward
+from tests.attention.cases import Case, backward, forward
+from tests.support.dtypes import BF16, F16, F32, F64
 
 
 def kept(case: Case, seed: Tensor) -> Tensor:

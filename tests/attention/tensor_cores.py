@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.emulator import executors
-
-F32 = torch.float32
+from tests.support.dtypes import F32
 
 
 class Tf32Products(TorchDispatchMode):

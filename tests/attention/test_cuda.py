@@ -12,19 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.attention import cases as attention_cases
-from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    Case,
-    assert_same,
-    backward,
-    check,
-    forward,
-    ours,
-    pairwise,
-)
+from tests.attention.cases import Case, assert_same, backward, check, forward, ours
 from tests.attention.cuda_cases import (
     AXES,
     BRANCHES,
@@ -45,6 +33,8 @@ from tests.attention.cuda_cases import (
 from tests.attention.test_random import cases
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
+from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -74,7 +64,6 @@ def test_sequences_of_their_own_lengths(storage, kind):
     case = Case(head_dim=40, value_dim=24, heads=2, kv_heads=1, storage=storage, lengths=SEQUENCES,
                 **of_kind(kind))  # fmt: skip
     check(case)
-    check(replace(case, **CAUSAL))
     check(replace(case, bias="bhq", mask="bq", alibi="b", sinks=F32, dropout_p=0.3, softcap=3.0,
                   window_left=40, bottom_right=True, bias_dtype=case.dtype, dlse=True))  # fmt: skip
 
@@ -90,7 +79,7 @@ drawn = functools.partial(
 )  # fmt: skip
 
 
-@drawn(max_examples=12)
+@drawn(max_examples=8)
 @given(case=cases())
 def test_any_combination(cuda, case):
     cuda.keywords["deterministic"] = case.draw % 2 > 0
@@ -132,14 +121,6 @@ LAID_OUT = Case(
     BF16, 64, heads=2, kv_heads=2, seq_q=33, seq_k=70, window_left=60, bias="hq", mask="bhq",
     **CAUSAL,
 )  # fmt: skip
-
-
-@half_and_float
-def test_terms_of_a_shard_of_keys(dtype):
-    """Tiles begin where calls of Philox do: here before the first key of bias and mask, by the
-    width of their reads."""
-    check(Case(dtype, 40, batch=1, heads=1, seq_q=40, seq_k=64, key_offset=12, bias="hq", mask="hq",
-               dropout_p=0.2))  # fmt: skip
 
 
 NOT_ALIGNED = [(BF16, 2), (BF16, 8), (F32, 4)]
@@ -207,7 +188,7 @@ def each_instance(cuda, build: str = "plain") -> None:
             check(case)
         cuda.set(shared=99 * 1024, capability=86)
         for case in INSTANCES:
-            if case.dtype in TILED and case.head_dim in (72, 128) and case.bias is None:
+            if case.dtype in TILED and case.head_dim in (72, 128, 160) and case.bias is None:
                 check(case)
 
 

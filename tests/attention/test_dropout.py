@@ -12,11 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepass import functional, numerics
+from onepass import functional
 from onepass.reference.dropout import philox4x32
-from tests.attention.cases import DTYPES, F32, F64, Case, base, check, definition, forward, ours
+from tests.attention.cases import DTYPES, Case, check, forward, ours
 from tests.attention.dropout_cases import SEED, backward_masks, fates, forward_mask, kept
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import F32
 from tests.support.seeds import drawn_seed
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
@@ -69,13 +70,6 @@ def test_keep_fraction(p):
 
 @everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_are_those_of_the_scaled_mask(dtype):
-    for p in (1 / 65536, 0.1, 0.75):
-        check(Case(dtype, 32, seq_q=70, seq_k=133, dropout_p=p, window_right=0, dlse=True))
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_dropped(dtype):
     case = Case(dtype, 32, seq_q=9, seq_k=70, dropout_p=1.0, sinks=dtype, bias="q", dlse=True)
     check(case)
@@ -84,13 +78,6 @@ def test_everything_dropped(dtype):
     plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
     assert torch.equal(found["lse"], plain["lse"])
     assert not found["output"].any() and not found["dvalue"].any()
-
-
-def test_the_lse_knows_no_dropout():
-    case = Case(F32, 32, dropout_p=0.4)
-    t = case.tensors()
-    plain = forward(replace(case, dropout_p=0.0), t | dict(seed=None))
-    assert torch.equal(forward(case, t)["lse"], plain["lse"])
 
 
 @everywhere
@@ -122,33 +109,6 @@ def test_shards_reproduce_the_mask_of_the_whole():
             assert torch.equal(mask, expected), name
 
 
-@everywhere
-def test_a_shard_of_queries_computes_what_the_whole_does():
-    whole_t = WHOLE.tensors()
-    ref, stock = definition(WHOLE, whole_t, F64), base(WHOLE, whole_t)
-    t = whole_t | {name: whole_t[name][:, :, 40:] for name in ("query", "doutput")}
-    found = ours(replace(WHOLE, seq_q=50, query_offset=40), t)
-    for name in ("output", "lse", "dquery"):
-        numerics.assert_close(found[name], ref[name][:, :, 40:], stock[name][:, :, 40:], name)
-
-
-@everywhere
-def test_shards_of_keys_merge_by_their_lse():
-    whole_t = WHOLE.tensors()
-    ref, stock = (definition(WHOLE, whole_t, dtype)["output"] for dtype in (F64, F32))
-    parts = []
-    for first, last in ((0, 37), (37, 40), (40, 90)):
-        shard = replace(WHOLE, seq_k=last - first, key_offset=first)
-        t = dict(whole_t)
-        t |= {name: whole_t[name][:, :, first:last] for name in ("key", "value")}
-        found = forward(shard, t)
-        parts.append((found["output"].double(), found["lse"].double()))
-    outputs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
-    weights = (lses - lses.logsumexp(0)).exp()
-    merged = (outputs * weights[..., None]).sum(0)
-    numerics.assert_close(merged.float(), ref, stock)
-
-
 # ---- the functions ------------------------------------------------------------------------------
 
 
@@ -170,24 +130,3 @@ def test_the_seed_is_drawn_from_torchs_generator():
     torch.manual_seed(5)
     attend(t["query"], t["key"], t["value"])  # draws nothing
     assert torch.equal(call(), expected)
-
-
-@everywhere
-def test_packed_sequences_count_positions_within_themselves():
-    """Dropped scores do not depend on a sequence's place in memory or on its alignment."""
-    case = Case(F32, 32, storage="packed", lengths=((20, 33), (7, 50), (41, 41)), dropout_p=0.5,
-                window_right=0, bottom_right=True)  # fmt: skip
-    t = case.tensors()
-    whole = ours(case, t)
-    for b, (queries, keys) in enumerate(case.sequences):
-        alone = Case(F32, 32, batch=b + 1, seq_q=queries, seq_k=keys, dropout_p=0.5, window_right=0,
-                     bottom_right=True)  # fmt: skip
-        rows = slice(*t["cu_seq_q"][b : b + 2].tolist()), slice(*t["cu_seq_k"][b : b + 2].tolist())
-        part = {
-            name: t[name][rows[name in ("key", "value")]].transpose(0, 1).expand(b + 1, -1, -1, -1)
-            for name in ("query", "key", "value", "doutput")
-        }
-        part["seed"] = t["seed"]
-        for name in ("output", "dquery"):
-            found = whole[name][rows[0]].transpose(0, 1)[None]
-            torch.testing.assert_close(found, ours(alone, part)[name][b:])

@@ -8,21 +8,9 @@ import pytest
 import torch
 
 from onepass import functional, numerics
-from tests.attention.cases import (
-    BF16,
-    F32,
-    LAYOUTS,
-    NAN,
-    Case,
-    Results,
-    assert_same,
-    backward,
-    forward,
-    ours,
-    reserved,
-    strided,
-)
+from tests.attention.cases import LAYOUTS, NAN, Case, assert_same, backward, forward, ours, strided
 from tests.emulator.executors import each, everywhere
+from tests.support.dtypes import BF16, F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
@@ -57,46 +45,6 @@ def test_each_tensor_in_each_layout(executor, case, layout):
     assert_same(found | backward(case, t | every, found, out_bshd=True), expected)
 
 
-@laid_out
-def test_statistics_of_any_layout(executor, case):
-    t = case.tensors()
-    outputs = forward(case, t)
-    expected = backward(case, t, outputs)
-
-    def apart(x):
-        return x.repeat_interleave(2, -1)[..., ::2]
-
-    spread = Results(outputs | dict(lse=apart(outputs["lse"])), apart(outputs.lse_rest))
-    assert_same(backward(case, t | dict(dlse=apart(t["dlse"])), spread), expected)
-
-
-@laid_out
-def test_slopes_and_sinks_of_any_layout(executor, case):
-    t = case.tensors()
-    expected = ours(case, t)
-    apart = {"alibi_slopes": t["alibi_slopes"].repeat_interleave(2, 1)[:, ::2]}
-    apart["sinks"] = t["sinks"].repeat_interleave(3)[::3]
-    assert_same(ours(case, t | apart), expected)
-    columns = t["alibi_slopes"].t().contiguous().t()
-    assert_same(ours(case, t | dict(alibi_slopes=columns)), expected)
-
-
-@laid_out
-@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)], ids=str)
-def test_expanded_inputs_and_gradients(executor, case, dims):
-    """Stride 0 in any dimension is as good as copies."""
-    t = case.tensors()
-    t["mask"][:, :, 0, 0] = True
-    expanded = {}
-    for name in NAMES:
-        first = t[name]
-        for dim in dims:
-            first = first[(slice(None),) * dim + (slice(0, 1),)]
-        expanded[name] = first.expand(t[name].shape)
-    copied = {name: tensor.contiguous() for name, tensor in expanded.items()}
-    assert_same(ours(case, t | expanded), ours(case, t | copied))
-
-
 @everywhere
 @cases
 def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
@@ -116,57 +64,6 @@ def test_broadcast_of_bias_and_mask_by_stride_or_size(case):
 
 
 @everywhere
-def test_upstream_gradient_of_one_element():
-    case = replace(CASE, dlse=False)
-    t = case.tensors()
-    one = torch.ones(()).expand(t["doutput"].shape)
-    assert_same(ours(case, t | dict(doutput=one)), ours(case, t | dict(doutput=one.contiguous())))
-    dlse = torch.ones(()).expand(2, case.heads, case.seq_q)
-    found = ours(case, t | dict(dlse=dlse))
-    assert_same(found, ours(case, t | dict(dlse=dlse.contiguous())))
-
-
-@everywhere
-@cases
-@pytest.mark.parametrize("layout", ["one element off", "wide", "columns", "qkv"])
-def test_packed_layouts(case, layout):
-    case = replace(case, storage="packed", bias="bhq", mask="q")
-    t = case.tensors()
-    expected = ours(case, t)
-
-    def view(tensor):
-        total, heads, dim = tensor.shape
-        sizes = {
-            "one element off": ((tensor.numel() + 1,), lambda x: x[1:].view(tensor.shape)),
-            "wide": ((total, heads, dim + 3), lambda x: x[..., 1 : 1 + dim]),
-            "columns": ((dim, total, heads), lambda x: x.permute(1, 2, 0)),
-            "qkv": ((total, 3, heads, dim), lambda x: x[:, 2]),
-        }
-        size, of = sizes[layout]
-        buffer = torch.full(size, NAN, dtype=tensor.dtype)
-        of(buffer).copy_(tensor)
-        return of(buffer)
-
-    other = {name: view(t[name]) for name in ("query", "key", "value", "doutput")}
-    other["cu_seq_q"] = t["cu_seq_q"].repeat_interleave(2)[::2]
-    other["cu_seq_k"] = torch.cat([t["cu_seq_k"][:1], t["cu_seq_k"]])[1:]
-    assert_same(ours(case, t | other), expected)
-
-
-@everywhere
-def test_paged_layouts():
-    case = Case(F32, 40, storage="paged", seq_q=20, seq_k=90)
-    t = case.tensors()
-    expected = ours(case, t)
-    apart = {name: t[name].repeat_interleave(2, 0)[::2] for name in ("key", "value", "query")}
-    apart |= {name: t[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("key",)}
-    table = torch.zeros(t["block_table"].shape[0], t["block_table"].shape[1] + 3).int()
-    table[:, :-3] = t["block_table"]
-    apart |= dict(block_table=table[:, :-3], seqused_k=t["seqused_k"].repeat_interleave(2)[::2])
-    assert_same(ours(case, t | apart), expected)
-
-
-@everywhere
 @pytest.mark.parametrize("apart", [4, 2, 1])
 def test_pages_whose_stride_16_bytes_do_not_divide(apart):
     """On CUDA their rows are copied by 8, by 4 bytes, by elements; the first page is aligned."""
@@ -182,20 +79,6 @@ def test_pages_whose_stride_16_bytes_do_not_divide(apart):
         return view
 
     assert_same(ours(case, t | {name: spaced(t[name]) for name in ("key", "value")}), expected)
-
-
-def test_offsets_beyond_32_bits():
-    """Two heads 2^31 + 5 elements apart; the memory between them is never touched."""
-    case = Case(BF16, 64, batch=1, seq_q=20, seq_k=30, window_right=0)
-    buffers = [reserved(2**31 + 5 + 64 * 30, BF16) for _ in range(2)]
-    t = case.tensors()
-    expected = ours(case, t)
-    far = {}
-    for name, buffer in zip(("query", "key"), buffers, strict=True):
-        shape = t[name].shape
-        far[name] = buffer.as_strided(shape, (0, 2**31 + 5, 64, 1))
-        far[name].copy_(t[name])
-    assert_same(ours(case, t | far), expected)
 
 
 # ---- the layout of results ----------------------------------------------------------------------

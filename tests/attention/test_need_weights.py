@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 import onepass
 from onepass import numerics
+from tests.support.dtypes import F32, F64
 
 BATCH, SEQ, KEYS, WIDTH, HEADS = 2, 3, 4, 12, 3
 PADDING = torch.tensor([[False, False, True, True], [False, True, False, False]])
@@ -34,56 +33,30 @@ def masks(padding: str, mask: str, batched: bool) -> dict[str, torch.Tensor | No
     }
 
 
-def results(made: nn.Module, batched: bool, average: bool, given: dict) -> list[torch.Tensor]:
-    """Output, weights, and the gradients of the inputs and parameters."""
-    dtype = made.in_proj_weight.dtype
-    torch.manual_seed(1)
-    shapes = [(BATCH, SEQ, WIDTH), (BATCH, KEYS, WIDTH)]
-    inputs = [torch.randn(shape) for shape in shapes]
-    inputs = [x if made.batch_first else x.transpose(0, 1) for x in inputs]
-    if not batched:
-        inputs = [x[0] if made.batch_first else x[:, 0] for x in inputs]
-    query, key = (x.to(dtype).requires_grad_() for x in inputs)
-    given = {
-        name: mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-        for name, mask in given.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Support for mismatched")
-        output, weights = made(query, key, key, average_attn_weights=average, **given)
-    upstream = [torch.linspace(-1, 1, x.numel(), dtype=dtype).view_as(x) for x in (output, weights)]
-    wanted = [query, key, *made.parameters()]
-    return [output, weights, *torch.autograd.grad([output, weights], wanted, upstream)]
-
-
 @pytest.mark.grid
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("padding", ["", "bool", "float"])
 @pytest.mark.parametrize("mask", ["bool", "float", "by head"])
-def test_results_are_torchs(batch_first, batched, training, average, padding, mask):
-    """Dropout draws the same weights too. Query 1 of sequence 0 has one key, of padding or not."""
+def test_dropout_draws_the_same_weights(batch_first, batched, average, padding, mask):
+    """Values and gradients are those of test_modules.py."""
+    first, second = (BATCH, SEQ, WIDTH), (BATCH, KEYS, WIDTH)
+    query, key = torch.randn(first), torch.randn(second)
+    if not batched:
+        query, key = query[0], key[0]
+    elif not batch_first:
+        query, key = query.transpose(0, 1), key.transpose(0, 1)
     found = []
-    for cls, dtype in (
-        (onepass.nn.MultiheadAttention, torch.float32),
-        (nn.MultiheadAttention, torch.float32),
-        (nn.MultiheadAttention, torch.float64),
-    ):
-        if training and dtype is torch.float64:
-            continue  # which draws other numbers
-        made = module(cls, batch_first, training, dtype)
+    for cls in (onepass.nn.MultiheadAttention, nn.MultiheadAttention):
+        made = module(cls, batch_first, True, F32)
         torch.manual_seed(2)
-        found.append(results(made, batched, average, masks(padding, mask, batched)))
-    ours, base = found[:2]
-    assert [x.shape for x in ours] == [x.shape for x in base]
-    if training:
-        for a, b in zip(ours[:2], base[:2], strict=True):
-            assert torch.equal(a == 0, b == 0)
-        return
-    for a, b, ref in zip(ours, base, found[2], strict=True):
-        numerics.assert_close(a, ref, b)
+        given = masks(padding, mask, batched)
+        found.append(made(query, key, key, average_attn_weights=average, **given))
+    for ours, stock in zip(*found, strict=True):
+        assert ours.shape == stock.shape and torch.equal(ours == 0, stock == 0)
+        torch.testing.assert_close(ours, stock)
 
 
 @pytest.mark.parametrize("empty", ["sequence", "row"])
@@ -98,11 +71,7 @@ def test_rows_without_keys_are_zero_and_so_are_their_gradients(empty, form):
     dead = (0,) if empty == "sequence" else (slice(None), 0)
     found = []
     x = torch.randn(BATCH, SEQ, WIDTH)
-    for dtype, need_weights in (
-        (torch.float32, True),
-        (torch.float32, False),
-        (torch.float64, False),
-    ):
+    for dtype, need_weights in ((F32, True), (F32, False), (F64, False)):
         made = module(onepass.nn.MultiheadAttention, True, False, dtype)
         given_now = given
         if form == "float":
@@ -114,15 +83,7 @@ def test_rows_without_keys_are_zero_and_so_are_their_gradients(empty, form):
         y, weights = made(leaf, leaf, leaf, need_weights=need_weights, **given_now)
         if need_weights:
             assert not weights[dead].any() and weights.isfinite().all()
-            assert torch.equal(y[dead], made.out_proj.bias.expand_as(y[dead]))
+        assert torch.equal(y[dead], made.out_proj.bias.expand_as(y[dead]))
         found.append(torch.autograd.grad(y.square().sum(), [leaf, *made.parameters()]))
     for ours, base, ref in zip(*found, strict=True):
         numerics.assert_close(ours, ref, base)
-
-
-def test_a_swapped_module_too():
-    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    onepass.swap(model, kinds="attention")
-    x = torch.randn(BATCH, SEQ, WIDTH)
-    y, weights = model(x, x, x, key_padding_mask=torch.ones(BATCH, SEQ, dtype=torch.bool))
-    assert not weights.any() and y.isfinite().all()

@@ -44,59 +44,35 @@ def gradients(output, of):
     return torch.autograd.grad(output, of, upstream.to(output.dtype))
 
 
+def in_parts(given, of_queries: tuple[slice, ...], of_keys: tuple[slice, ...], options: dict):
+    """Output and log-sum-exp of these queries, merged over these keys."""
+    q, k, v = given
+    rows = []
+    for of_q in of_queries:
+        states = [
+            seeded(
+                q[:, :, of_q], k[:, :, of_k], v[:, :, of_k], query_offset=of_q.start or 0,
+                key_offset=of_k.start or 0, **options,
+            )
+            for of_k in of_keys
+        ]  # fmt: skip
+        rows.append(merge(*zip(*states, strict=True)) if len(states) > 1 else states[0])
+    return [torch.cat(pair, 2) for pair in zip(*rows, strict=True)]
+
+
+WHOLE, HALVES = (slice(None),), (slice(SPLIT), slice(SPLIT, None))
+PARTS = {"queries": (HALVES, WHOLE), "keys": (WHOLE, HALVES), "both": (HALVES, HALVES)}
+
+
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_queries_in_two_parts(name):
-    options = OPTIONS[name]
-
-    def parts(q, k, v):
-        first = seeded(q[:, :, :SPLIT], k, v, **options)
-        second = seeded(q[:, :, SPLIT:], k, v, query_offset=SPLIT, **options)
-        return [torch.cat(pair, 2) for pair in zip(first, second, strict=True)]
-
-    check(name, parts, bitwise=True)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_keys_in_two_parts(name):
-    options = OPTIONS[name]
-
-    def parts(q, k, v):
-        first = seeded(q, k[:, :, :SPLIT], v[:, :, :SPLIT], **options)
-        second = seeded(q, k[:, :, SPLIT:], v[:, :, SPLIT:], key_offset=SPLIT, **options)
-        return merge(*zip(first, second, strict=True))
-
-    check(name, parts)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_both_in_parts(name):
-    options = OPTIONS[name]
-    halves = (slice(SPLIT), slice(SPLIT, None))
-
-    def parts(q, k, v):
-        rows = []
-        for of_q in halves:
-            states = [
-                seeded(
-                    q[:, :, of_q], k[:, :, of_k], v[:, :, of_k],
-                    query_offset=of_q.start or 0, key_offset=of_k.start or 0, **options,
-                )
-                for of_k in halves
-            ]  # fmt: skip
-            rows.append(merge(*zip(*states, strict=True)))
-        return [torch.cat(pair, 2) for pair in zip(*rows, strict=True)]
-
-    check(name, parts)
-
-
-def check(name, parts, bitwise=False):
-    """Output, log-sum-exp and gradients of the parts are those of the whole."""
-    given = tensors()
-    whole, found = seeded(*given, **OPTIONS[name]), parts(*given)
-    exact = tensors(torch.float64)
-    right = seeded(*exact, **OPTIONS[name])
-    if bitwise:
-        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+def test_parts_are_the_whole(name, parts):
+    """Output, log-sum-exp and gradients; of queries alone, outputs to the bit."""
+    options, given, exact = OPTIONS[name], tensors(), tensors(torch.float64)
+    whole, right = seeded(*given, **options), seeded(*exact, **options)
+    found = in_parts(given, *PARTS[parts], options)
+    if parts == "queries":
+        assert all(map(torch.equal, found, whole))
     results = (
         (*found, *gradients(found[0], given)),
         (*right, *gradients(right[0], exact)),
@@ -127,22 +103,3 @@ def test_far_positions():
     near = attend(q, k, v, window_size=(5, 2), alibi_slopes=SLOPES)
     far = dict(query_offset=2**39, key_offset=2**39)
     assert torch.equal(attend(q, k, v, window_size=(5, 2), alibi_slopes=SLOPES, **far), near)
-
-
-def test_a_compiled_call():
-    q, k, v = (t.detach() for t in tensors())
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    options = dict(is_causal=True, query_offset=3, key_offset=1)
-    assert torch.equal(compiled(q, k, v, **options), attend(q, k, v, **options))
-
-
-@pytest.mark.parametrize("name", ["query_offset", "key_offset"])
-def test_refusals(name):
-    q, k, v = tensors()
-    with pytest.raises(RuntimeError, match=f"{name} must not be negative, got -1"):
-        attend(q, k, v, **{name: -1})
-    with pytest.raises(RuntimeError, match=f"{name} must be below 2\\^40, got 1099511627776"):
-        attend(q, k, v, **{name: 2**40})
-    for wrong in (None, 1.5):
-        with pytest.raises(TypeError, match=f"{name} must be a whole number, got"):
-            attend(q, k, v, **{name: wrong})

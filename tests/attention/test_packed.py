@@ -11,12 +11,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from onepass import functional, numerics
 from tests.attention.cases import (
-    BF16,
     DTYPES,
-    F32,
-    F64,
     GRADIENTS,
-    NAN,
     Case,
     assert_same,
     base,
@@ -24,10 +20,10 @@ from tests.attention.cases import (
     cumulated,
     definition,
     forward,
-    int32,
     ours,
 )
 from tests.emulator.executors import everywhere
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
@@ -54,16 +50,6 @@ def test_lengths(name, dtype):
         case = Case(dtype, 32, heads=2, kv_heads=1, storage=storage, lengths=LENGTHS[name])
         for options in ({}, CAUSAL, dict(window_left=20, window_right=3, bottom_right=True)):
             check(replace(case, **options))
-
-
-@everywhere
-@lengths
-def test_everything_on_packed_sequences(name):
-    check(
-        Case(F32, 24, 16, heads=4, kv_heads=2, storage="packed used", lengths=LENGTHS[name],
-             bias="bhq", mask="bq", alibi="b", sinks=F32, dropout_p=0.3, softcap=3.0, dlse=True,
-             **CAUSAL)
-    )  # fmt: skip
 
 
 @everywhere
@@ -96,14 +82,6 @@ def test_entries_of_the_block_table_beyond_the_keys_are_not_looked_at():
     other = t | dict(block_table=t["block_table"].clone())
     other["block_table"][0, 5:], other["block_table"][1, 3:] = -1, 2**30
     assert_same(ours(case, other), ours(case, t))
-
-
-def test_gradients_of_unused_rows_are_zero():
-    case = Case(F32, 32, storage="used", lengths=((40, 70), (33, 12)), sinks=F32)
-    results = ours(case)
-    for b, (_, keys) in enumerate(case.sequences):
-        assert results["dkey"].shape[2] > keys
-        assert not results["dkey"][b, :, keys:].any() and not results["dvalue"][b, :, keys:].any()
 
 
 @everywhere
@@ -271,16 +249,3 @@ def test_pages_in_training(trained):
     ]
     for found, wanted in zip(*pairs, strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-@everywhere
-def test_keys_that_are_not_used_are_not_read():
-    case = replace(FUNCTION, dlse=False, window_right=-1)
-    t = case.tensors()
-    keys = [70, 12, 9]
-    used = t | dict(seqused_k=int32([50, 12, 0]))
-    expected = ours(case, used)
-    spoilt = {n: t[n].clone() for n in ("key", "value")}
-    for tensor in spoilt.values():
-        tensor[50:70], tensor[keys[0] + keys[1] :] = NAN, NAN
-    assert_same(ours(case, used | spoilt), expected)

@@ -6,11 +6,11 @@ The grids hold pairs of options; here three and more meet, with any sizes, windo
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.cases import BF16, DTYPES, F32, F64, Case, assert_same, check, ours
+from tests.attention.cases import DTYPES, Case, check
+from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = pytest.mark.isa
 
@@ -60,22 +60,3 @@ def cases(draw, dense: bool = False) -> Case:
 @given(case=cases())
 def test_any_combination(case):
     check(case)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(case=cases(dense=True), data=st.data())
-def test_any_layout(case, data):
-    """In any layout a result is bitwise that of contiguous tensors, for any number of threads."""
-    t = case.tensors()
-    expected = ours(case, t)
-    for name in ("query", "key", "value", "bias", "mask", "doutput"):
-        if name not in t:
-            continue
-        order = data.draw(st.permutations(range(4)))
-        permuted = t[name].permute(order)
-        offset = data.draw(st.integers(0, 3))
-        buffer = torch.zeros(permuted.numel() + offset, dtype=permuted.dtype)
-        moved = buffer[offset:].view(permuted.shape).copy_(permuted)
-        t[name] = moved.permute([order.index(dim) for dim in range(4)])
-    torch.set_num_threads(data.draw(st.integers(1, 3)))
-    assert_same(ours(case, t, out_bshd=data.draw(st.booleans())), expected)

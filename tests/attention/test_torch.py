@@ -5,20 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional, numerics, reference
 from onepass._ops import attention as op
-from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    Case,
-    forward,
-)
+from tests.attention.cases import Case
+from tests.support.dtypes import BF16, F16, F32, F64
 
 attend = functional.scaled_dot_product_attention
 
@@ -61,114 +56,52 @@ def test_second_derivative_of_the_slopes(through):
     numerics.assert_close(dslopes, ref[1], base[1])
 
 
+def check_second_derivatives(draws: list[Tensor], text: str, tensors: int = 3, **options) -> None:
+    """Against torch's unfused function. Linear in the first gradient: in its square a few elements
+    would dominate the bound."""
+
+    def second(of, drawn):
+        leaves = [t.clone().requires_grad_() for t in drawn[:tensors]]
+        loss = of(*leaves * (3 // tensors), **options).pow(2).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(first, leaves, list(drawn[3 : 3 + tensors]))
+
+    runs = []
+    for drawn in draws:
+        with sdpa_kernel(SDPBackend.MATH):
+            ref, base = (second(F.scaled_dot_product_attention, x) for x in (drawn.double(), drawn))
+        runs.append((second(attend, drawn), ref, base))
+    for index in range(tensors):
+        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
+        numerics.assert_close(*pooled, f"{('query', 'key', 'value')[index]} {text}")
+
+
 @pytest.mark.parametrize(
     "tensors, dtype",
     [(3, F32), (3, BF16), (3, F16), (3, F64), (1, BF16), (1, F16), (1, F64)],
     ids=str,
 )
 def test_second_derivatives_of_each_dtype(tensors, dtype):
-    """Against torch's unfused function, of three tensors, and of one that is all three."""
-
-    def second(of, drawn):
-        """Linear in the first gradient: in its square a few elements would dominate the bound."""
-        leaves = [t.clone().requires_grad_() for t in drawn[:tensors]]
-        loss = of(*leaves * (3 // tensors), is_causal=True).pow(2).sum()
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        return torch.autograd.grad(first, leaves, list(drawn[3 : 3 + tensors]))
-
-    runs = []
-    for _ in range(32):  # with fewer, the bias of 16 bits is random
-        drawn = torch.randn(6, 2, 3, 9, 16).to(dtype)
-        with sdpa_kernel(SDPBackend.MATH):
-            ref, base = (second(F.scaled_dot_product_attention, x) for x in (drawn.double(), drawn))
-        runs.append((second(attend, drawn), ref, base))
-    for index in range(tensors):
-        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
-        numerics.assert_close(*pooled, ("query", "key", "value")[index])
+    """Of three tensors, and of one that is all three. With fewer draws the bias of 16 bits is
+    random."""
+    draws = [torch.randn(6, 2, 3, 9, 16).to(dtype) for _ in range(32)]
+    check_second_derivatives(draws, str(dtype), tensors, is_causal=True)
 
 
 @pytest.mark.parametrize("gap", [3.0, 8.0, 20.0, 60.0])
 def test_second_derivatives_near_certainty(gap):
     """One key's score exceeds all others by `gap`, and its probability is almost 1: derivatives
     are differences of numbers that are almost equal. In float64 the reference has such errors."""
-
-    def second(of, leaves, upstream):
-        leaves = [t.clone().requires_grad_() for t in leaves]
-        first = torch.autograd.grad(of(*leaves, scale=1.0).pow(2).sum(), leaves, create_graph=True)
-        return torch.autograd.grad(first, leaves, upstream)
-
-    runs = []
+    draws = []
     for _ in range(16):
         drawn = 0.3 * torch.randn(6, 2, 3, 9, 16)
         drawn[0, ..., 0], drawn[1, ..., 0] = gap, 0.0
         drawn[1, :, :, 4, 0] = 1.0  # the key that is certain
-        with sdpa_kernel(SDPBackend.MATH):
-            ref, base = (
-                second(F.scaled_dot_product_attention, x[:3], list(x[3:]))
-                for x in (drawn.double(), drawn)
-            )
-        runs.append((second(attend, drawn[:3], list(drawn[3:])), ref, base))
-    for index, name in enumerate(("query", "key", "value")):
-        pooled = ([result[index] for result in results] for results in zip(*runs, strict=True))
-        numerics.assert_close(*pooled, f"{name} {gap=}")
+        draws.append(drawn)
+    check_second_derivatives(draws, f"{gap=}", scale=1.0)
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_gradient_penalty_of_one_tensor_thrice(dtype):
-    x = torch.randn(2, 3, 9, 16, dtype=dtype, requires_grad=True)
-
-    def penalty(of):
-        (g,) = torch.autograd.grad(of(x, x, x, is_causal=True).pow(2).sum(), x, create_graph=True)
-        return torch.autograd.grad(g.pow(2).sum(), x)[0]
-
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = penalty(F.scaled_dot_product_attention)
-    found = penalty(attend)
-    if dtype is F64:
-        numerics.assert_close(found, expected, expected)
-    else:  # not by the rule, by which one draw in ten fails: the mean error is 1.2 times torch's
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_functional_transforms():
-    x = torch.randn(2, 3, 9, 8)
-
-    def gradient(of, x):
-        def loss(query):
-            return of(query, x, x, is_causal=True).pow(2).sum()
-
-        return torch.func.grad(loss)(x)
-
-    stock = F.scaled_dot_product_attention
-    numerics.assert_close(gradient(attend, x), gradient(stock, x.double()), gradient(stock, x))
-
-
-# ---- compile and export -------------------------------------------------------------------------
-
-
-def test_compile_fullgraph_with_dynamic_lengths():
-    def step(x, bias):
-        q, k, v = x.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        y, lse = attend(
-            q, k[:, :2], v[:, :2], bias, is_causal=True, enable_gqa=True, sinks=bias[0, :, 0, 0],
-            window_size=(9, -1), dropout_p=0.2, return_lse=True,
-        )  # fmt: skip
-        return (y * y).sum() + lse.sum()
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for seq in (5, 9, 130):
-        x, bias = torch.randn(2, seq, 96), torch.randn(1, 4, seq, seq)
-        results = []
-        for function in (compiled, step):
-            leaves = [t.clone().requires_grad_() for t in (x, bias)]
-            torch.manual_seed(2)
-            results.append(torch.autograd.grad(function(*leaves), leaves))
-        for found, expected in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected)
-        frames.append(counter.frame_count)
-    assert frames[0] == frames[-1]  # one graph serves every length
+# ---- compile ------------------------------------------------------------------------------------
 
 
 def test_compile_packed_sequences_of_any_number_and_length():
@@ -191,38 +124,7 @@ def test_compile_packed_sequences_of_any_number_and_length():
     assert frames[0] == frames[-1]
 
 
-class Attend(torch.nn.Module):
-    def forward(self, x):
-        q, k, v = x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-
-def test_export_with_a_dynamic_length():
-    seq = torch.export.Dim("seq", min=2, max=100)
-    program = torch.export.export(
-        Attend(), (torch.randn(2, 5, 48),), dynamic_shapes={"x": {1: seq}}, strict=False
-    )
-    x = torch.randn(2, 33, 48)
-    assert torch.equal(program.module()(x), Attend()(x))
-
-
 # ---- torch's switches ---------------------------------------------------------------------------
-
-
-def test_deterministic_algorithms():
-    case = Case(F32, 16, seq_q=20, seq_k=30)
-    t = case.tensors()
-    expected = forward(case, t)["output"]
-    torch.use_deterministic_algorithms(True)
-    try:
-        leaves = [t[name].requires_grad_() for name in ("query", "key", "value")]
-        output = attend(*leaves, scale=case.scale)
-        assert torch.equal(output, expected)
-        first = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
-        for one, other in zip(first, torch.autograd.grad(output.sum(), leaves), strict=True):
-            assert torch.equal(one, other)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("how", ["default", "argument", "torch's mode"])

@@ -14,11 +14,7 @@ import torch
 
 from tests.attention import cases as attention_cases
 from tests.attention.cases import (
-    BF16,
     DTYPES,
-    F16,
-    F32,
-    F64,
     GRADIENTS,
     Case,
     assert_same,
@@ -26,10 +22,11 @@ from tests.attention.cases import (
     check,
     forward,
     ours,
-    pairwise,
 )
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import Executor, each, everywhere
+from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.pairs import pairwise
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
@@ -60,7 +57,8 @@ def one_head(executor: Executor) -> dict:
 def test_lengths(executor, lengths, kind):
     seq_q, seq_k = lengths
     case = Case(seq_q=seq_q, seq_k=seq_k, **one_head(executor), **of_kind(kind))
-    for window in ({}, dict(window_right=0), CAUSAL, dict(window_left=40, **CAUSAL)):
+    windows = [{}, dict(window_right=0), CAUSAL, dict(window_left=40, **CAUSAL)]
+    for window in windows[::3] if executor.name == "emulated" else windows:
         # With one key all gradients of scores are cancellation, see attention_cases.pool.
         if seq_k > 1 or (case.dtype is not F32 and not window):
             check(replace(case, **window))
@@ -103,14 +101,6 @@ def test_value_dims(head_dim, value_dim, dtype):
     check(Case(dtype, head_dim, value_dim, batch=1, heads=1, seq_q=40, seq_k=110))
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", [BF16, F16, F64], ids=str)
-def test_many_queries_of_one_key(dtype):
-    """Not in float32, where its gradients would be nothing but cancellation."""
-    check(Case(dtype, 32, seq_q=385, seq_k=1))
-    check(Case(dtype, 32, seq_q=385, seq_k=1, window_right=0, bottom_right=True))
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("seq_k", [2, 3])
 @pytest.mark.parametrize("seq_q", [70, 385])
@@ -122,43 +112,6 @@ def test_many_queries_of_few_keys(seq_q, seq_k, dtype):
                 Case(dtype, 32, seq_q=seq_q, seq_k=seq_k, window_left=left, window_right=right,
                      bottom_right=bottom_right, batch=1)
             )  # fmt: skip
-
-
-# Windows: of one key, that lie beyond the keys, that begin after the diagonal; narrower and wider
-# than a tile.
-WINDOWS = [(0, 0), (5, 3), (0, -1), (-1, 5), (63, 0), (64, 64), (100, 0), (1000, 0), (200, 1000)]
-
-
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@half_and_float
-@pytest.mark.grid
-def test_windows(executor, window, dtype):
-    left, right = window
-    squares = [(200, 200)] * (executor.name != "emulated")
-    for seq_q, seq_k in [(150, 230), (200, 90), *squares]:
-        for bottom_right in (False, True):
-            check(
-                Case(dtype, 32, seq_q=seq_q, seq_k=seq_k, window_left=left, window_right=right,
-                     bottom_right=bottom_right, **dict(batch=1) | one_head(executor))
-            )  # fmt: skip
-
-
-@everywhere
-@half_and_float
-@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (3, 1), (6, 2), (12, 3), (16, 1), (5, 5)])
-def test_groups(heads, kv_heads, dtype):
-    check(Case(dtype, 32, heads=heads, kv_heads=kv_heads, seq_q=40, seq_k=70, window_right=0))
-
-
-@everywhere
-@half_and_float
-@pytest.mark.parametrize("pattern", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
-@pytest.mark.grid
-def test_bias_and_mask_of_one_pattern(pattern, dtype):
-    case = Case(dtype, 16, heads=2, seq_q=70, seq_k=200)
-    check(replace(case, bias=pattern))
-    check(replace(case, mask=pattern))
-    check(replace(case, bias=pattern, mask=pattern, **CAUSAL))
 
 
 @everywhere
@@ -175,8 +128,7 @@ def test_dtypes_of_bias_and_sinks(dtype, other):
 @kinds
 @pytest.mark.parametrize(
     "options",
-    [dict(alibi=""), dict(alibi="b", **CAUSAL), dict(softcap=2.0), dict(softcap=20.0, factor=9.0),
-     dict(dropout_p=0.3), dict(dropout_p=0.3, dlse=True, bias="q"), dict(factor=-0.7),
+    [dict(softcap=20.0, factor=9.0), dict(dropout_p=0.3, dlse=True, bias="q"), dict(factor=-0.7),
      dict(factor=0.0)],
     ids=str,
 )  # fmt: skip
@@ -192,13 +144,13 @@ def test_options(executor, options, kind):
 # dtypes: kernels fail mostly where two options meet. Combinations of three are left to chance (each
 # row has many) and to test_random.py. Every third row is quick.
 AXES = dict(
-    head_dim=HEAD_DIMS,
-    length=[(1, 7), (7, 113), (113, 203), (127, 127), (128, 128), (129, 128), (203, 113),
-            (385, 129), (129, 385), (192, 2)],
+    head_dim=(1, 8, 40, 59, 64, 96, 128, 160, 256, 512),
+    length=[(1, 7), (7, 113), (113, 203), (127, 127), (129, 128), (203, 113), (129, 385), (192, 2)],
     bias=[None, "", "b", "h", "q", "bh", "bq", "hq", "bhq"],
     mask=[None, "", "b", "h", "q", "bh", "bq", "hq", "bhq"],
+    # Of one key, beyond the keys, after the diagonal; narrower and wider than a tile.
     window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False),
-            (3, 130, True)],
+            (3, 130, True), (0, 0, False), (0, -1, True), (-1, 5, False), (1000, 0, False)],
     storage=["dense", "dense", "used", "packed", "packed used", "paged"],
     dtype=DTYPES,
     group=[(2, 2), (4, 2), (3, 1)],

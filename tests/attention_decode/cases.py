@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass import numerics
 from onepass.reference import attention_decode as reference
 from tests.attention import cases as attention_cases
-from tests.attention.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    NAN,
-    assert_same,
-    equal,
-    int32,
-    pairwise,
-    takes_at_most,
-    within_window,
-)
+from tests.attention.cases import NAN, assert_same, equal, int32, within_window
 from tests.attention.tensor_cores import lse_in_float32
+from tests.support.dtypes import BF16, F16, F32, F64
 
-__all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32", "pairwise"]
+__all__ = ["BF16", "F16", "F32", "F64", "NAN", "assert_same", "equal", "int32"]
 
 DTYPES = (F32, BF16, F16)
 GUARD = 64  # elements around a cache that must not be written
@@ -194,6 +182,16 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(bits(one), bits(other))
+
+
+def assert_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def assert_caches(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(found[name], expected[name]), name
 
 
 # ---- the three ways to compute a case ------------------------------------------------------------
@@ -377,18 +375,8 @@ def check_changed(case: Case, change: Callable[[dict], dict]) -> None:
 
 
 def check(case: Case, compute: Callable = compute) -> None:
-    """Every result by the numerics rule, with more draws if few fail: see attention_cases.check."""
-    results = []
-    for count, share in stages(case):
-        results += [compute(replace(case, draw=draw)) for draw in range(len(results), count)]
-        pooled = {
-            name: [[result[i][name] for result in results] for i in range(3)]
-            for name in results[0][1]
-        }
-        if all(takes_at_most(share, numerics.compare(*t)) for t in pooled.values()):
-            return
-    for name, tensors in pooled.items():
-        numerics.assert_close(*tensors, f"{case}: {name}")
+    """Every result by the numerics rule."""
+    attention_cases.judge(case, compute, stages(case))
 
 
 # ---- batches ----------------------------------------------------------------------------------

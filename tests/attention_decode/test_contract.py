@@ -12,13 +12,12 @@ import torch
 
 from tests.attention_decode.cases import (
     BATCHES,
-    BF16,
     DTYPES,
-    F16,
-    F32,
     LOCATED,
     NAN,
     Case,
+    assert_bits,
+    assert_caches,
     assert_same,
     call,
     int32,
@@ -30,6 +29,7 @@ from tests.attention_decode.cases import (
 )
 from tests.emulator.executors import each, everywhere
 from tests.support.allocations import allocated
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
@@ -136,35 +136,12 @@ def test_bitwise_equal_in_any_storage(executor, name):
     for room in (0, 1, 1000, 6000):
         assert_same(ours(replace(case, page_size=0, room=room)), expected, f"{room=}")
     assert_same(ours(replace(case, page_size=0, scattered=True)), expected)
+    assert_same(ours(replace(case, out_bshd=True)), expected)
     t = case.tensors()
     if case.page_size:
         wide = torch.full((case.batch, 400), -1, dtype=torch.int32)
         wide[:, : t["block_table"].shape[1]] = t["block_table"]
         assert_same(ours(case, t | dict(block_table=wide)), expected)
-
-
-@everywhere
-def test_padding_of_any_length():
-    for dtype in DTYPES:
-        case = Case(dtype, 40, lengths=(600, 130), seq_q=2, window_left=500, window_right=0,
-                    alibi="", new_rows=1)  # fmt: skip
-        expected = ours(case)
-        for pad in (1, 5, 15, 16, 17, 63, 64, 127, 500, 4097):
-            assert_same(ours(replace(case, pads=(pad, 0))), expected, f"{pad=}")
-            assert_same(ours(replace(case, pads=(3, pad), page_size=16)), expected, f"{pad=}")
-
-
-@cases
-def test_a_sequence_does_not_depend_on_its_batch_nor_on_the_order_of_the_output(name):
-    case = CASES[name]
-    t = case.tensors()
-    expected = ours(case, t)
-    assert_same(ours(replace(case, out_bshd=True), t), expected)
-    found = call(case, with_copied_caches(t))
-    for b in range(case.batch):
-        torch.set_num_threads(1 + b % 3)
-        one = call(case, with_copied_caches(alone(case, t, slice(b, b + 1))))
-        assert same_bits(one[0], found[0][b : b + 1]) and same_bits(one[1], found[1][b : b + 1])
 
 
 # ---- appending -----------------------------------------------------------------------------------
@@ -206,22 +183,7 @@ def test_one_append_is_as_good_as_key_by_key(rotary, page_size):
             step = {name: t[name][:, :, i : i + 1] for name in ("query", "key", "value")}
             step["cache_seqlens"] = t["cache_seqlens"] + i
             call(case, by_one | step)
-        for name in ("k_cache", "v_cache"):
-            assert same_bits(at_once[name], by_one[name]), name
-
-
-def test_what_is_appended_does_not_depend_on_threads_or_batch():
-    case = Case(F32, 64, lengths=(5, 70, 0), new_rows=70, rotary="halves", seq_q=2)
-    t = case.tensors()
-    expected = ours(case, t)
-    torch.set_num_threads(3)
-    assert_same(ours(case, t), expected)
-    for b in range(3):
-        part = with_copied_caches(alone(case, t, slice(b, b + 1)))
-        call(case, part)
-        used = case.used[b]
-        found = part["k_cache"][0, :, used : used + 70]
-        assert same_bits(found, expected["k_cache"][b])
+        assert_caches(at_once, by_one)
 
 
 @everywhere
@@ -236,10 +198,8 @@ def test_inputs_may_lie_in_a_cache_that_is_written(name):
     cache = "v_cache" if name == "value" else "k_cache"
     inside[name] = inside[cache][:, :, 17:22]
     outside[name] = outside[cache][:, :, 17:22].clone()
-    for one, other in zip(call(case, inside), call(case, outside), strict=True):
-        assert same_bits(one, other)
-    for cache in ("k_cache", "v_cache"):
-        assert same_bits(inside[cache], outside[cache])
+    assert_bits(call(case, inside), call(case, outside))
+    assert_caches(inside, outside)
 
 
 def test_a_lazily_cloned_cache_is_written_alone():
@@ -276,22 +236,3 @@ def test_new_rows_may_fall_into_the_padding():
         found = ours(only, alone_t)
         for name in ("output", "lse"):
             assert same_bits(found[name], expected[name][:1])
-
-
-@everywhere
-def test_an_append_of_queries_without_a_row_still_writes():
-    case = Case(F32, 16, seq_q=0, new_rows=2, lengths=(5, 0))
-    found = ours(case)  # compares the rows
-    assert found["output"].shape == (2, 4, 0, 16) and found["lse"].shape == (2, 4, 0)
-
-
-@everywhere
-def test_lengths_and_tables_are_not_changed():
-    """cache_seqlens too is as it was: the caller counts, once for all layers."""
-    case = Case(F32, 16, new_rows=2, page_size=4, pads=(1,))
-    t = case.tensors()
-    before = {name: x.clone() for name, x in t.items()}
-    call(case, t)
-    for name in ("cache_seqlens", "block_table", "cache_leftpad", "query", "key", "value"):
-        assert torch.equal(t[name], before[name]), name
-    assert not same_bits(t["k_cache"], before["k_cache"])

@@ -18,22 +18,20 @@ from tests.attention.cuda_cases import DECODE_KERNELS, every_third
 from tests.attention_decode import test_values
 from tests.attention_decode.cases import (
     BATCHES,
-    BF16,
     DTYPES,
-    F16,
-    F32,
     Case,
     assert_same,
     call,
     check,
     int32,
     ours,
-    pairwise,
     quick_batches,
 )
 from tests.attention_decode.test_random import cases, check_any_storage
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -67,9 +65,9 @@ AXES = test_values.AXES | dict(
     lengths=[(0, 1, 129), (15, 16, 17), (63, 64, 65), (300,), (700, 2)],
     head_dim=(8, 40, 59, 64, 128, 256, 264),
     seq_q=(1, 3, 16, 17),
-    window=[(-1, -1), (-1, 0), (60, 0), (33, 17), (0, 0)],
+    window=[(-1, -1), (-1, 0), (60, 0), (33, 17), (0, 0), (-1, 5)],
     page_size=[0, 0, 1, 7, 64],
-    group=[(1, 1), (4, 1), (6, 2), (5, 5)],
+    group=[(1, 1), (4, 1), (6, 2), (5, 5), (24, 1)],
 )
 
 

@@ -12,15 +12,15 @@ import torch
 
 from onepass import functional
 from tests.attention_decode.cases import (
-    BF16,
     DTYPES,
-    F16,
-    F32,
     Case,
+    assert_bits,
+    assert_caches,
     call,
     same_bits,
     with_copied_caches,
 )
+from tests.support.dtypes import BF16, F16, F32
 
 attend = functional.attention_with_kv_cache
 
@@ -58,11 +58,10 @@ def test_it_is_the_op(name):
     t = case.tensors()
     expected_caches, found_caches = with_copied_caches(t), with_copied_caches(t)
     expected, found = call(case, expected_caches), through(case, found_caches)
-    for one, other in zip(found, expected, strict=True):
-        assert same_bits(one, other)
-    for cache in ("k_cache", "v_cache"):
-        assert same_bits(found_caches[cache], expected_caches[cache])
-    output = through(case, with_copied_caches(t), return_lse=False)
+    assert_bits(found, expected)
+    assert_caches(found_caches, expected_caches)
+    # Splits are ignored.
+    output = through(case, with_copied_caches(t), return_lse=False, num_splits=3)
     assert isinstance(output, torch.Tensor) and same_bits(output, expected[0])
 
 
@@ -83,8 +82,7 @@ def test_the_scale_is_of_the_head_dim_unless_given():
     case = Case(F32, 40, seq_q=2)
     t = case.tensors()
     expected = through(case, t, scale=1 / math.sqrt(40))
-    for one, other in zip(through(case, t, scale=None), expected, strict=True):
-        assert same_bits(one, other)
+    assert_bits(through(case, t, scale=None), expected)
 
 
 def test_is_causal_is_nothing_on_the_right_of_a_window():
@@ -94,8 +92,7 @@ def test_is_causal_is_nothing_on_the_right_of_a_window():
         expected = call(replace(case, window_left=left, window_right=0), t)
         for right in (-1, 0, 7):
             found = through(case, t, is_causal=True, window_size=(left, right))
-            for one, other in zip(found, expected, strict=True):
-                assert same_bits(one, other)
+            assert_bits(found, expected)
 
 
 def test_is_causal_decides_where_queries_are_rotated():
@@ -118,21 +115,11 @@ def test_one_length_for_all(new_rows):
     expected = through(case, with_copied_caches(t))
     for length in (70, torch.tensor(70).item()):
         found = through(case, with_copied_caches(t), cache_seqlens=length)
-        for one, other in zip(found, expected, strict=True):
-            assert same_bits(one, other)
+        assert_bits(found, expected)
     with pytest.raises(RuntimeError, match="cache_seqlens must"):
         through(case, t, cache_seqlens=-1)
     with pytest.raises(RuntimeError, match="cache_seqlens must"):
         through(case, t, cache_seqlens=74)
-
-
-def test_num_splits():
-    case = Case(F32, 32, lengths=(700, 3))
-    t = case.tensors()
-    expected = through(case, t)
-    for splits in (None, 0, 3, -1):  # ignored
-        for one, other in zip(through(case, t, num_splits=splits), expected, strict=True):
-            assert same_bits(one, other)
 
 
 def test_output_follows_the_layout_of_the_query():
@@ -167,10 +154,8 @@ def test_autocast_casts_to_the_caches_dtype(dtype, cache_dtype):
         with torch.autocast("cpu", dtype=autocast_dtype):
             found = through(case, caches | other)
         assert found[0].dtype is cache_dtype
-        for one, two in zip(found, expected, strict=True):
-            assert same_bits(one, two)
-        for name in ("k_cache", "v_cache"):
-            assert same_bits(caches[name], expected_caches[name])
+        assert_bits(found, expected)
+        assert_caches(caches, expected_caches)
     if dtype is not cache_dtype:
         with pytest.raises(RuntimeError, match="k_cache must have dtype .* like query"):
             through(case, with_copied_caches(t) | other)
@@ -222,42 +207,4 @@ def test_no_gradient_is_recorded(name):
             assert not output.requires_grad
 
 
-def test_the_ops_messages_come_through():
-    with pytest.raises(RuntimeError, match="^attention_decode: k_cache must have shape"):
-        attend(Q, C[..., :7], C, cache_seqlens=3)
-    with pytest.raises(RuntimeError, match="^attention_decode_append: cache_seqlens must be given"):
-        attend(Q, C, C.clone(), NEW, NEW)
-    with pytest.raises(RuntimeError, match="^attention_decode_append: rotary_cos must be given"):
-        attend(Q, C, C.clone(), NEW, NEW, cache_seqlens=3, rotary_sin=COS)
-
-
 # ---- a model's loop -----------------------------------------------------------------------------
-
-
-def test_a_loop_over_layers_and_steps():
-    """Prefill and steps with one count of rows for all layers, as one dense causal attention."""
-    layers, batch, seq = 3, 2, 23
-    tokens = [torch.randn(layers, batch, 3, h, seq, 16) for h in (4,)]
-    q, k, v = tokens[0].unbind(2)
-    k, v = k[:, :, :2], v[:, :, :2]
-    caches = torch.zeros(layers, 2, batch, 2, 32, 16)
-    used, outputs = torch.zeros(batch, dtype=torch.int32), []
-    for first, last in ((0, 9), *((i, i + 1) for i in range(9, seq))):
-        now = [
-            attend(
-                q[layer, :, :, first:last], *caches[layer].unbind(0), k[layer, :, :, first:last],
-                v[layer, :, :, first:last], cache_seqlens=used, is_causal=True,
-            )
-            for layer in range(layers)
-        ]  # fmt: skip
-        outputs.append(torch.stack(now))
-        used += last - first
-    found = torch.cat(outputs, 3)
-    for layer in range(layers):
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q[layer], k[layer], v[layer], is_causal=True, enable_gqa=True
-        )
-        torch.testing.assert_close(found[layer], expected)
-        for cache, new in zip(caches[layer], (k[layer], v[layer]), strict=True):
-            assert torch.equal(cache[:, :, :seq], new) and not cache[:, :, seq:].any()
-    assert used.tolist() == [seq] * batch

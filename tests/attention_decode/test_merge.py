@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onepass import functional, numerics, reference
-from tests.attention_decode.cases import BF16, F16, F32, F64, NAN, Case, assert_same, call
+from tests.attention_decode.cases import NAN, assert_same
+from tests.support.dtypes import BF16, F16, F32, F64
 
 merge = functional.merge_attention_states
 INF = math.inf
@@ -73,38 +74,6 @@ def test_parts_merged_are_the_whole(cut, dtype):
         base = formula([output.to(dtype) for output in parts[0]], parts[1])
     for one, exact, stock in zip(found, ref, base, strict=True):
         numerics.assert_close(one, exact, stock)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-@pytest.mark.parametrize("cut", ["one", "odd", "empty"])
-def test_gradients_of_parts_merged(cut, dtype):
-    """Through outputs and log-sum-exps, of the query, the keys and the values."""
-    q, k, v = inputs(dtype)
-    up, dlse = torch.randn(2, 3, 20, 24).to(dtype), torch.randn(2, 3, 20)
-
-    def gradients(attend, to, parts=merge):
-        leaves = [x.to(to).requires_grad_() for x in (q, k, v)]
-        output, lse = parts(*split(attend, *leaves, CUTS[cut]))
-        loss = (output * up.to(output.dtype)).sum() + (lse * dlse.to(lse.dtype)).sum()
-        return torch.autograd.grad(loss, leaves)
-
-    def whole(outputs, lses):
-        return outputs[0], lses[0]
-
-    ref = [x.double().requires_grad_() for x in (q, k, v)]
-    output, lse = defined(*ref)
-    ref = torch.autograd.grad((output * up).sum() + (lse * dlse).sum(), ref)
-    base = ref if dtype is F64 else gradients(defined, dtype, formula if cut != "empty" else merge)
-    for name, *results in zip("qkv", gradients(ours, dtype), ref, base, strict=True):
-        numerics.assert_close(*results, f"d{name}")
-
-
-@dtypes
-def test_one_part_is_itself(dtype):
-    q, k, v = inputs(dtype)
-    output, lse = ours(q, k, v)
-    for found in (merge([output], [lse]), merge(output[None], lse[None])):
-        assert_same(dict(zip("ol", found, strict=True)), dict(o=output, l=lse))
 
 
 @dtypes
@@ -178,53 +147,7 @@ def test_log_sum_exps_far_from_zero(offset, dtype):
     numerics.assert_close(far, wide, (near.double() + offset).float())
 
 
-def test_one_part_that_outweighs_the_others():
-    outputs, lses = torch.randn(3, 5, 8), torch.tensor([-500.0, 0.0, -200.0])[:, None].expand(3, 5)
-    output, lse = merge(outputs, lses)
-    assert torch.equal(output, outputs[1]) and not lse.any()
-
-
 # ---- results of decoding -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_a_prefix_that_sequences_share(dtype):
-    """Attention to a common prefix, once for all sequences, and to their own caches."""
-    case = Case(dtype, 32, lengths=(40, 9, 0), seq_q=2, window_right=0, sinks=F32)
-    t = case.tensors()
-    own = call(case, t)
-    prefix = [torch.randn(1, 2, 70, 32).to(dtype) for _ in range(2)]
-    with torch.no_grad():
-        shared = functional.attention_with_kv_cache(
-            t["query"], *(x.expand(3, -1, -1, -1) for x in prefix), scale=case.scale,
-            return_lse=True,
-        )  # fmt: skip
-    found = merge([shared[0], own[0]], [shared[1], own[1]])
-
-    def whole(to):
-        outputs, lses = [], []
-        for b, used in enumerate(case.lengths):
-            k, v = (
-                torch.cat([x[0], t[name][b, :, :used]], 1)[None].to(to)
-                for x, name in zip(prefix, ("k_cache", "v_cache"), strict=True)
-            )
-            output, lse = reference.attention.attention(
-                t["query"][b : b + 1].to(to), k, v, scale=case.scale, sinks=t["sinks"].to(to),
-                window_right=0, bottom_right=True,
-            )  # fmt: skip
-            if used < 2:  # its queries stand after all of the prefix
-                output, lse = reference.attention.attention(
-                    t["query"][b : b + 1].to(to), k, v, scale=case.scale, sinks=t["sinks"].to(to)
-                )
-            outputs.append(output)
-            lses.append(lse)
-        return torch.cat(outputs), torch.cat(lses)
-
-    single = whole(F32)
-    base = formula([x.to(dtype) for x in (single[0], torch.zeros_like(single[0]))],
-                   [single[1], torch.full_like(single[1], -INF)])  # fmt: skip
-    for one, exact, stock in zip(found, whole(F64), base, strict=True):
-        numerics.assert_close(one, exact, stock)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -259,11 +182,3 @@ def test_messages(number):
 
 
 # ---- torch ---------------------------------------------------------------------------------------
-
-
-def test_inputs_are_not_changed():
-    outputs, lses = torch.randn(3, 4, 8), torch.randn(3, 4)
-    lses[1, 2] = -INF
-    before = outputs.clone(), lses.clone()
-    merge(outputs, lses)
-    assert torch.equal(outputs, before[0]) and torch.equal(lses, before[1])

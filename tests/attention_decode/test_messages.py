@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import torch
 
 from tests.attention_decode.cases import int32, same_bits, with_copied_caches
@@ -35,47 +34,27 @@ WRONG = [
     (READ, dict(query=Q[0]), "query must have 4 dimensions, got (4, 3, 8)"),
     (READ, dict(k_cache=K[0]), "k_cache must have 4 dimensions, got (2, 9, 8)"),
     (READ, dict(v_cache=K[0]), "v_cache must have shape (2, 2, 9, 8), got (2, 9, 8)"),
-    (READ, dict(k_cache=K[:1]), "k_cache must have shape (2, 2, 9, 8), got (1, 2, 9, 8)"),
     (READ, dict(k_cache=K[..., :7]), "k_cache must have shape (2, 2, 9, 8), got (2, 2, 9, 7)"),
-    (READ, dict(v_cache=K[:, :1]), "v_cache must have shape (2, 2, 9, 8), got (2, 1, 9, 8)"),
-    (READ, dict(v_cache=K[:, :, :8]), "v_cache must have shape (2, 2, 9, 8), got (2, 2, 8, 8)"),
     (SCATTERED, dict(v_cache=K), "v_cache must have shape (4, 2, 9, 8), got (2, 2, 9, 8)"),
     (PAGED, dict(v_cache=POOL[:4]), "v_cache must have shape (5, 4, 2, 8), got (4, 4, 2, 8)"),
-    (PAGED, dict(v_cache=POOL[:, :3]), "v_cache must have shape (5, 4, 2, 8), got (5, 3, 2, 8)"),
-    (PAGED, dict(k_cache=POOL[..., :7]), "k_cache must have shape (5, 4, 2, 8), got (5, 4, 2, 7)"),
     (READ, dict(query=Q[:, :3]), "query must have a multiple of the 2 heads of k_cache, got 3"),
-    (READ, dict(query=Q[:, :0]), "query must have a multiple of the 2 heads of k_cache, got 0"),
     (READ, dict(k_cache=K[:, :0], v_cache=K[:, :0]), "k_cache must have at least one head, got 0"),
-    (READ, dict(query=Q[..., :0], k_cache=K[..., :0]),
-     "query must have a head_dim of 1 to 512, got 0"),
-    (READ, dict(query=torch.zeros(2, 4, 3, 513), k_cache=torch.zeros(2, 2, 9, 513)),
-     "query must have a head_dim of 1 to 512, got 513"),
-    (READ, dict(v_cache=K[..., :0]), "v_cache must have a head_dim of 1 to 512, got 0"),
     (READ, dict(v_cache=torch.zeros(2, 2, 9, 513)),
      "v_cache must have a head_dim of 1 to 512, got 513"),
     # dtypes and devices
-    (READ, dict(query=Q.long()), "query must have dtype float32, bfloat16 or float16, got int64"),
     (READ, dict(query=Q.double(), k_cache=K.double(), v_cache=K.double()),
      "query must have dtype float32, bfloat16 or float16, got float64"),
     (READ, dict(k_cache=K.half()), "k_cache must have dtype float32 like query, got float16"),
-    (READ, dict(v_cache=K.bfloat16()), "v_cache must have dtype float32 like query, got bfloat16"),
     (READ, dict(k_cache=K.to("meta")), "k_cache must be on the device of query, cpu, got meta"),
-    (READ, dict(v_cache=K.to("meta")), "v_cache must be on the device of query, cpu, got meta"),
     # lengths
     (READ, dict(cache_seqlens=USED.long()),
      "cache_seqlens must be an int32 tensor of shape (2,) on cpu, got (2,) of int64 on cpu"),
-    (READ, dict(cache_seqlens=USED[:1]),
-     "cache_seqlens must be an int32 tensor of shape (2,) on cpu, got (1,) of int32 on cpu"),
-    (READ, dict(cache_seqlens=USED.to("meta")),
-     "cache_seqlens must be an int32 tensor of shape (2,) on cpu, got (2,) of int32 on meta"),
     (READ, dict(cache_seqlens=int32([3, 10])),
      "cache_seqlens must lie between 0 and the rows of the cache, 9, got 10"),
     (READ, dict(cache_seqlens=int32([-1, 3])),
      "cache_seqlens must lie between 0 and the rows of the cache, 9, got -1"),
     (PAGED, dict(cache_seqlens=int32([13, 3])),
      "cache_seqlens must lie between 0 and the rows of the cache, 12, got 13"),
-    (READ, dict(cache_leftpad=USED[None]),
-     "cache_leftpad must be an int32 tensor of shape (2,) on cpu, got (1, 2) of int32 on cpu"),
     (READ, dict(cache_leftpad=int32([7, -1])),
      "cache_leftpad must lie between 0 and the rows in use, 3, got -1"),
     (READ, dict(cache_leftpad=int32([8, 0])),
@@ -83,59 +62,39 @@ WRONG = [
     # where sequences are
     (PAGED, dict(block_table=TABLE[:1]),
      "block_table must be an int32 tensor of shape (2, 3) on cpu, got (1, 3) of int32 on cpu"),
-    (PAGED, dict(block_table=TABLE.long()),
-     "block_table must be an int32 tensor of shape (2, 3) on cpu, got (2, 3) of int64 on cpu"),
     (PAGED, dict(block_table=int32([[0, 5, 4], [2, 3, 9]])),
      "block_table must hold numbers of the 5 pages, got 5"),
-    (PAGED, dict(block_table=int32([[0, 1, 4], [-1, 3, 9]])),
-     "block_table must hold numbers of the 5 pages, got -1"),
     (SCATTERED, dict(cache_batch_idx=USED.long()),
      "cache_batch_idx must be an int32 tensor of shape (2,) on cpu, got (2,) of int64 on cpu"),
     (SCATTERED, dict(cache_batch_idx=int32([0, 4])),
      "cache_batch_idx must lie between 0 and the last cache, 3, got 4"),
-    (SCATTERED, dict(cache_batch_idx=int32([-1, 0])),
-     "cache_batch_idx must lie between 0 and the last cache, 3, got -1"),
     (PAGED, dict(cache_batch_idx=int32([0, 1])),
      "cache_batch_idx must not be given with block_table, got one"),
     # scores
     (READ, dict(window_left=-2), "window_left must be at least -1, got -2"),
-    (READ, dict(window_right=-7), "window_right must be at least -1, got -7"),
     (READ, dict(softcap=-1.0),
      "softcap must be 0 or a positive number that float32 holds, got -1"),
-    (READ, dict(softcap=1e39),
-     "softcap must be 0 or a positive number that float32 holds, got 1e+39"),
     (READ, dict(alibi_slopes=torch.zeros(3)),
      "alibi_slopes must have shape (4,) or (2, 4), got (3,)"),
-    (READ, dict(alibi_slopes=torch.zeros(4, 4)),
-     "alibi_slopes must have shape (4,) or (2, 4), got (4, 4)"),
-    (READ, dict(alibi_slopes=torch.zeros(4).half()),
-     "alibi_slopes must have dtype float32, got float16"),
-    (READ, dict(alibi_slopes=torch.zeros(4, device="meta")),
-     "alibi_slopes must be on the device of query, cpu, got meta"),
     (READ, dict(sinks=torch.zeros(2)), "sinks must have shape (4,), got (2,)"),
-    (READ, dict(sinks=torch.zeros(4).half()),
-     "sinks must have dtype float32 or query's float32, got float16"),
+    (READ, dict(cache_leftpad=USED[None]),
+     "cache_leftpad must be an int32 tensor of shape (2,) on cpu, got (1, 2) of int32 on cpu"),
+    (SCATTERED, dict(cache_batch_idx=int32([-1, 0])),
+     "cache_batch_idx must lie between 0 and the last cache, 3, got -1"),
 ]  # fmt: skip
 
 WRONG_APPEND = [
     # shapes and dtypes
     (APPEND, dict(key=NEW[0]), "key must have 4 dimensions, got (2, 2, 8)"),
     (APPEND, dict(key=NEW[:1]), "key must have shape (2, 2, 2, 8), got (1, 2, 2, 8)"),
-    (APPEND, dict(key=NEW[:, :1]), "key must have shape (2, 2, 2, 8), got (2, 1, 2, 8)"),
-    (APPEND, dict(key=NEW[..., :5]), "key must have shape (2, 2, 2, 8), got (2, 2, 2, 5)"),
     (APPEND, dict(value=NEW[:, :, :1]), "value must have shape (2, 2, 2, 8), got (2, 2, 1, 8)"),
-    (APPEND, dict(value=NEW[..., :7]), "value must have shape (2, 2, 2, 8), got (2, 2, 2, 7)"),
-    (APPEND, dict(value=NEW[0]), "value must have shape (2, 2, 2, 8), got (2, 2, 8)"),
     (APPEND, dict(key=NEW.half()), "key must have dtype float32 like query, got float16"),
-    (APPEND, dict(value=NEW.double()), "value must have dtype float32 like query, got float64"),
     (APPEND, dict(key=NEW.to("meta")), "key must be on the device of query, cpu, got meta"),
     # room
     (APPEND, dict(cache_seqlens=None),
      "cache_seqlens must be given where keys are appended, got none"),
     (APPEND, dict(cache_seqlens=int32([8, 3])),
      "cache_seqlens must leave room for 2 new rows in a cache of 9 rows, got 8"),
-    (APPEND, dict(cache_seqlens=int32([3, -1])),
-     "cache_seqlens must lie between 0 and the rows of the cache, 9, got -1"),
     (APPEND, dict(cache_seqlens=int32([2**31 - 1, 3])),
      "cache_seqlens must lie between 0 and the rows of the cache, 9, got 2147483647"),
     (APPEND_PAGED, dict(cache_seqlens=int32([11, 3])),
@@ -151,8 +110,6 @@ WRONG_APPEND = [
     (APPEND_SCATTERED, dict(cache_batch_idx=int32([1, 1])),
      "cache_batch_idx must not name a cache twice where keys are appended, got 1 twice"),
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([5, 5])),
-     "block_table must not give the same row to write twice, got row 1 of page 1"),
-    (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 9]]), cache_seqlens=int32([4, 5])),
      "block_table must not give the same row to write twice, got row 1 of page 1"),
     # rows that are read at another place than they are written, in another sequence or the same
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 3]]), cache_seqlens=int32([5, 8])),
@@ -172,25 +129,14 @@ WRONG_APPEND = [
     (ROTARY, dict(rotary_sin=COS[:, :3]), "rotary_sin must have shape (10, 4), got (10, 3)"),
     (ROTARY, dict(rotary_cos=COS.half(), rotary_sin=COS.half()),
      "rotary_cos must have dtype float32 or query's float32, got float16"),
-    (ROTARY, dict(rotary_sin=COS.half()),
-     "rotary_sin must have dtype float32 like rotary_cos, got float16"),
-    (ROTARY, dict(rotary_cos=COS[:8], rotary_sin=COS[:8]),
-     "rotary_cos must have a row for every position, 9, got 8"),
     (ROTARY, dict(rotary_cos=COS[:9], rotary_sin=COS[:9], window_right=0),
      "rotary_cos must have a row for every position, 10, got 9"),
-    (ROTARY, dict(rotary_cos=COS.to("meta"), rotary_sin=COS.to("meta")),
-     "rotary_cos must be on the device of query, cpu, got meta"),
     # caches that cannot be written in place
     (APPEND, dict(k_cache=K.mT.contiguous().mT),
      "k_cache must be dense in its last dimension, it is written in place, "
      "got strides (144, 72, 1, 9)"),
-    (APPEND, dict(v_cache=K.mT.contiguous().mT),
-     "v_cache must be dense in its last dimension, it is written in place, "
-     "got strides (144, 72, 1, 9)"),
     (APPEND, dict(k_cache=K[:1].expand(2, 2, 9, 8)),
      "k_cache must not be expanded, it is written in place, got strides (0, 72, 8, 1)"),
-    (APPEND, dict(v_cache=K[:, :1].expand(2, 2, 9, 8)),
-     "v_cache must not be expanded, it is written in place, got strides (144, 0, 8, 1)"),
     (APPEND_PAGED, dict(v_cache=POOL[:, :1].expand(5, 4, 2, 8)),
      "v_cache must not be expanded, it is written in place, got strides (64, 0, 8, 1)"),
 ]  # fmt: skip
@@ -221,38 +167,25 @@ def refused(right: dict, changes: dict, message: str) -> None:
             assert same_bits(arguments[argument], x), f"{argument} was written"
 
 
-def named(table):
-    return [f"{'+'.join(changes)}-{number}" for number, (_, changes, _) in enumerate(table)]
+def test_messages():
+    for right, changes, message in WRONG:
+        refused(right, changes, message)
+        # The same of an append; the rows in use are those after it.
+        message = message.replace("rows in use, 3", "rows in use, 5")
+        if "rows in use, 7" in message:
+            changes, message = dict(cache_leftpad=int32([10, 0])), "rows in use, 9, got 10"
+            message = f"cache_leftpad must lie between 0 and the {message}"
+        refused(right | NEW_ROWS, changes, message)
+    for row in WRONG_APPEND:
+        refused(*row)
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
-def test_messages(number):
-    right, changes, message = WRONG[number]
-    refused(right, changes, message)
-
-
-@pytest.mark.parametrize("number", range(len(WRONG)), ids=named(WRONG))
-def test_messages_of_an_append(number):
-    """The same messages; the rows in use are those after the append."""
-    right, changes, message = WRONG[number]
-    message = message.replace("rows in use, 3", "rows in use, 5")
-    if "rows in use, 7" in message:
-        changes, message = dict(cache_leftpad=int32([10, 0])), "rows in use, 9, got 10"
-        message = f"cache_leftpad must lie between 0 and the {message}"
-    refused(right | NEW_ROWS, changes, message)
-
-
-@pytest.mark.parametrize("number", range(len(WRONG_APPEND)), ids=named(WRONG_APPEND))
-def test_messages_of_appending(number):
-    refused(*WRONG_APPEND[number])
-
-
-@pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_the_right_calls_are_right(number):
-    arguments = with_copied_caches(RIGHT[number])
-    _, (output, lse) = call(arguments)
-    assert output.shape == Q.shape and lse.shape == Q.shape[:-1]
-    assert call(arguments, check=True)[1] in (None, ())
+def test_the_right_calls_are_right():
+    for right in RIGHT:
+        arguments = with_copied_caches(right)
+        _, (output, lse) = call(arguments)
+        assert output.shape == Q.shape and lse.shape == Q.shape[:-1]
+        assert call(arguments, check=True)[1] in (None, ())
 
 
 def test_caches_in_one_place():

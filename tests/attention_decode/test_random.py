@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention_decode.cases import DTYPES, F32, Case, assert_same, check, ours
+from tests.attention_decode.cases import DTYPES, Case, assert_same, check, ours
+from tests.support.dtypes import F32
 
 pytestmark = pytest.mark.isa
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 import onepass
 from onepass import functional, numerics, reference
 from tests.emulator.executors import everywhere, on_cuda
+from tests.support.dtypes import F32
+from tests.support.refused import assert_refused
 from tests.support.seeds import drawn_seed
 
-F32 = torch.float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
 
@@ -25,6 +26,7 @@ PROBABILITIES = (1e-6, 0.1, 0.5, 32768.5 / 65536, 0.9, 1.0)
 
 @everywhere
 @pytest.mark.isa
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 127, 511, 512, 513, 4099, 100_003])
 def test_the_stream_is_the_references(p, numel):
@@ -105,32 +107,6 @@ def test_scales_beyond_float16():
     assert torch.equal(y.double(), ref)
 
 
-@everywhere
-@pytest.mark.isa
-def test_upstream_gradients_of_any_layout():
-    x = torch.randn(30, 41, requires_grad=True)
-    r = torch.randn(30, 41, requires_grad=True)
-    seed = drawn_seed(5)
-    factor = reference.dropout.keep_scale(seed, x.numel(), 0.3).view(x.shape)
-    for g in (torch.randn(41, 30).t(), torch.randn(41).expand(30, 41), torch.randn(30, 82)[:, ::2]):
-        torch.manual_seed(5)
-        dx, dr = torch.autograd.grad(functional.add_dropout(x, r, 0.3), (x, r), g)
-        assert torch.equal(dx, g * factor) and torch.equal(dr, g)
-        torch.manual_seed(5)
-        (dx,) = torch.autograd.grad(functional.dropout(x, 0.3), x, g)
-        assert torch.equal(dx, g * factor)
-
-
-@everywhere
-def test_gradients_for_one_argument_only():
-    x, r = torch.randn(5, 6), torch.randn(5, 6)
-    y = functional.add_dropout(x, r.requires_grad_(), 0.5)
-    assert torch.equal(torch.autograd.grad(y.sum(), r)[0], torch.ones(5, 6))
-    r = r.detach()
-    assert not functional.add_dropout(x, r, 0.5).requires_grad
-    assert functional.add_dropout(x.requires_grad_(), r, 0.5).requires_grad
-
-
 # ---- errors -------------------------------------------------------------------------------------
 
 
@@ -148,36 +124,25 @@ def test_probability_out_of_range(p):
             onepass.nn.Dropout(p)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_messages(device):
-    x = torch.ones(3, 4, device=device)
-    seed = torch.zeros(2, dtype=torch.int64, device=device)
-    forward = torch.ops.onepass.dropout_forward
+def test_messages():
+    x = torch.ones(3, 4)
+    seed = torch.zeros(2, dtype=torch.int64)
+    right = dict(input=x, residual=None, seed=seed, p=0.5, out_dtype=None)
+    must = "seed must be a dense int64 tensor of shape (2,) on cpu, got"
     wrong = {
-        r"add_dropout: residual must have shape \(3, 4\), got \(4,\)": (
-            lambda: functional.add_dropout(x, x[0], 0.5)
+        "input must have dtype float32, bfloat16, float16 or float64, got int64": (
+            dict(input=x.long())
         ),
-        "dropout: input must have dtype float32, bfloat16, float16 or float64, got int64": (
-            lambda: functional.dropout(x.long(), 0.5)
-        ),
-        "add_dropout: out_dtype must not be given with a residual, got one": (
-            lambda: forward(x, x, seed, 0.5, torch.bfloat16)
-        ),
-        rf"dropout: seed must be a dense int64 tensor of shape \(2,\) on {device}, got \(2,\) of": (
-            lambda: forward(x, None, seed.float(), 0.5, None)
-        ),
-        "dropout: seed must be given but for p = 0 with a residual, got none": (
-            lambda: forward(x, None, None, 0.5, None)
-        ),
-        "add_dropout: residual must be on the device of input": (
-            lambda: functional.add_dropout(
-                x, torch.ones(3, 4, device="meta" if device == "cpu" else "cpu"), 0.5
-            )
-        ),
+        f"{must} (2,) of float32 on cpu": dict(seed=seed.float()),
+        "seed must be given but for p = 0 with a residual, got none": dict(seed=None),
     }
-    for message, call in wrong.items():
-        with pytest.raises(RuntimeError, match=f"^{message}"):
-            call()
+    assert_refused(torch.ops.onepass.dropout_forward, "dropout", right, wrong)
+    wrong = {
+        "residual must have shape (3, 4), got (4,)": dict(residual=x[0]),
+        "out_dtype must not be given with a residual, got one": dict(out_dtype=F32),
+        "residual must be on the device of input, cpu, got meta": dict(residual=x.to("meta")),
+    }
+    assert_refused(torch.ops.onepass.dropout_forward, "add_dropout", right | {"residual": x}, wrong)
 
 
 # ---- layouts ------------------------------------------------------------------------------------
@@ -193,32 +158,6 @@ def test_fate_follows_the_logical_index_whatever_the_strides():
         assert torch.equal(functional.dropout(layout, 0.5), expected)
         torch.manual_seed(1)
         assert torch.equal(functional.add_dropout(x, layout, 0.5), x + expected)
-
-
-@everywhere
-def test_borders_of_a_buffer_stay_unread_and_unwritten():
-    buffer = torch.full((9, 20), float("nan"))
-    view = buffer[1:8, 3:17]
-    view.fill_(2.0)
-    before = buffer.clone()
-    assert not functional.dropout(view, 0.5).isnan().any()
-    assert torch.equal(buffer.nan_to_num(-1), before.nan_to_num(-1))
-    functional.dropout(view, 0.5, inplace=True)
-    inside = torch.zeros(9, 20, dtype=torch.bool)
-    inside[1:8, 3:17] = True
-    assert torch.equal(buffer.isnan(), ~inside)
-    assert set(view.unique().tolist()) == {0.0, 4.0}
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("threads", [2, 3, 5])
-def test_fate_does_not_depend_on_threads(threads):
-    x = torch.randn(300_001)
-    torch.manual_seed(1)
-    expected = functional.dropout(x, 0.5)
-    torch.set_num_threads(threads)
-    torch.manual_seed(1)
-    assert torch.equal(functional.dropout(x, 0.5), expected)
 
 
 @everywhere
@@ -257,14 +196,6 @@ def test_nothing_is_drawn_when_nothing_is_dropped():
 
 
 @everywhere
-def test_everything_dropped():
-    x = torch.randn(1000, requires_grad=True)
-    y = functional.dropout(x, 1.0)
-    assert not y.any()
-    assert not torch.autograd.grad(y.sum(), x)[0].any()
-
-
-@everywhere
 def test_nan_and_infinity_show_through_as_in_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf")] * 50)
     for p in (0.5, 1.0):
@@ -295,13 +226,6 @@ def test_keep_rate_and_neighbours(p):
         assert abs(both - pair) < 5 * math.sqrt(3 * pair * (1 - pair) / n)
 
 
-def test_expectation_is_that_of_the_input():
-    x = torch.ones(2_000_000)
-    torch.manual_seed(12)
-    mean = functional.dropout(x, 0.1).double().mean()
-    assert abs(mean - 1) < 5 * math.sqrt(0.1 / 0.9 / x.numel())
-
-
 # ---- torch --------------------------------------------------------------------------------------
 
 
@@ -322,23 +246,63 @@ def test_inplace():
     assert y is x and torch.equal(x, expected)
 
 
-def test_inplace_under_autograd():
-    leaf = torch.randn(100, requires_grad=True)
-    with pytest.raises(RuntimeError, match="leaf Variable"):
-        functional.dropout(leaf, 0.5, inplace=True)
-    gradients = []
-    for inplace in (False, True):
-        torch.manual_seed(1)
-        hidden = leaf * 1
-        functional.dropout(hidden, 0.5, inplace=inplace).sum().backward()
-        gradients.append(leaf.grad)
-        leaf.grad = None
-    assert torch.equal(*gradients)
-
-
 def test_no_mask_is_stored():
     saved = []
     x = torch.randn(1000, 1000, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.dropout(x, 0.1)
     assert sum(tensor.numel() for tensor in saved) == 2  # the seed
+
+
+# ---- beside torch's dropout, which must pass the same tests --------------------------------------
+
+functions = pytest.mark.parametrize("function", [functional.dropout, F.dropout])
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.77])
+def test_16_bit_results_are_rounded_once(dtype, p):
+    """The scale stays in float32. torch rounds it to the tensor's dtype: 0.16 % at p = 0.1,
+    which a bound from torch's own error does not see."""
+    x = torch.randn(10_007).to(dtype)  # no multiple of a vector or a block
+    factor = reference.dropout.keep_scale(drawn_seed(5), x.numel(), p)
+    torch.manual_seed(5)
+    assert torch.equal(functional.dropout(x, p), (x.float() * factor).to(dtype))
+    torch.manual_seed(5)
+    residual = torch.zeros(x.shape)
+    assert torch.equal(functional.add_dropout(x, residual, p), x.float() * factor)
+
+
+@functions
+def test_in_place_on_a_strided_view_writes_the_view_alone(function):
+    x = torch.ones(3, 8)
+    view = x[:, ::2]
+    assert function(view, 1.0, True, True) is view
+    assert torch.equal(x[:, ::2], torch.zeros(3, 4)) and torch.equal(x[:, 1::2], torch.ones(3, 4))
+
+
+@functions
+def test_in_place_on_an_expanded_tensor_is_refused(function):
+    x = torch.ones(1, 4).expand(3, 4)
+    with pytest.raises(RuntimeError):
+        function(x, 0.5, True, True)
+    assert torch.equal(x, torch.ones(3, 4))
+
+
+@functions
+def test_in_place_on_a_view_of_a_hidden_tensor_reaches_its_gradient(function):
+    leaf = torch.ones(4, 4, requires_grad=True)
+    hidden = leaf * 2
+    function(hidden[1], 1.0, True, True)
+    hidden.sum().backward()
+    expected = torch.full((4, 4), 2.0)
+    expected[1] = 0
+    assert torch.equal(leaf.grad, expected)
+
+
+def test_vmap_of_samples_that_are_not_contiguous():
+    model = onepass.nn.Dropout(0.5)
+    x = torch.ones(3, 2, 4, 5, 6).transpose(2, 3)
+    y = torch.vmap(model, randomness="different")(x)
+    assert y.shape == x.shape and 0 < int((y == 0).sum()) < y.numel()

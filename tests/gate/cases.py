@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onepass import functional, reference
+from tests.support.dtypes import BF16, F16, F32, F64
 from tests.support.results import assert_close
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ACTIVATIONS = tuple(reference.gate.ACTIVATIONS)

@@ -10,16 +10,8 @@ import torch
 
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
-from tests.gate.cases import (
-    ACTIVATIONS,
-    BF16,
-    DTYPES,
-    F32,
-    check,
-    forms,
-    make,
-    results,
-)
+from tests.gate.cases import ACTIVATIONS, DTYPES, check, forms, make, results
+from tests.support.dtypes import BF16, F32
 from tests.support.results import assert_same_bits
 
 

@@ -9,26 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.emulator.executors import everywhere
-from tests.gate.cases import (
-    ACTIVATIONS,
-    BF16,
-    F16,
-    F32,
-    Case,
-    activations,
-    check,
-    dtypes,
-    make,
-    results,
-)
+from tests.gate.cases import ACTIVATIONS, Case, activations, check, dtypes, make, results
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.results import kinds
 
 pytestmark = pytest.mark.isa
 INF, NAN = math.inf, math.nan
-
-
-def kinds(tensor: torch.Tensor) -> torch.Tensor:
-    """0: finite, 1: NaN, 2 and 3: the infinities."""
-    return tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3
 
 
 def torchs_quick_gelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

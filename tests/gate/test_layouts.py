@@ -7,41 +7,11 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.gate.cases import BF16, RAW, check, dtypes, forms, make, results
-from tests.linear.test_layouts import LAYOUTS, strided
+from tests.gate.cases import RAW, check, dtypes, forms, make, results
 from tests.support.allocations import allocated
-from tests.support.results import assert_same_bits
+from tests.support.layouts import LAYOUTS, strided
 
 pytestmark = pytest.mark.isa
-
-
-@everywhere
-@pytest.mark.emulator_grid(2)
-@dtypes
-@forms
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_strides(which, layout, form, dtype):
-    case = make((6, 5), 40, dtype, form=form)
-    expected = results(case.ours, case)
-    if which < len(case.factors):
-        case.factors[which] = strided(case.factors[which], layout)
-    else:
-        case.doutput = strided(case.doutput, layout)
-    assert_same_bits(results(case.ours, case), expected, layout)
-
-
-@everywhere
-@dtypes
-@pytest.mark.parametrize("cols", [64, 37])
-def test_views_of_one_projection(cols, dtype):
-    """Gate and up side by side are read in place; gradients are as dense as outputs."""
-    case = make((3, 7), cols, dtype)
-    expected = results(case.ours, case)
-    case.factors = list(torch.cat(case.factors, -1).split(cols, -1))
-    found = results(case.ours, case)
-    assert_same_bits(found, expected)
-    assert all(t.is_contiguous() for t in found.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -56,33 +26,7 @@ def test_views_are_not_copied(which, layout):
 
 
 @everywhere
-@dtypes
-def test_many_dimensions_that_do_not_merge(dtype):
-    case = make((3, 4, 5, 2), 24, dtype)
-    expected = results(case.ours, case)
-    order = (3, 1, 2, 0, 4)  # its own inverse
-    case.factors[0] = case.factors[0].permute(order).contiguous().permute(order)
-    assert_same_bits(results(case.ours, case), expected)
-
-
-@everywhere
-@dtypes
-def test_expanded_tensors(dtype):
-    """Of stride 0, as the gradient of a sum is."""
-    for which in range(3):
-        for dim in (0, -1):
-            case = make(26, 33, dtype)
-            tensors = [*case.factors, case.doutput]
-            plain = tensors[which]
-            tensors[which] = plain.narrow(dim, 0, 1).expand_as(plain).contiguous()
-            case.factors, case.doutput = tensors[:2], tensors[2]
-            expected = results(case.ours, case)
-            tensors[which] = plain.narrow(dim, 0, 1).expand_as(plain)
-            case.factors, case.doutput = tensors[:2], tensors[2]
-            assert_same_bits(results(case.ours, case), expected, f"{which} {dim}")
-
-
-@everywhere
+@pytest.mark.grid(2)
 @dtypes
 @forms
 @pytest.mark.parametrize("rows, cols", [(1, 1), (5, 1), (2, 7), (7, 15), (3, 17), (1, 2049)])
@@ -92,6 +36,7 @@ def test_odd_sizes(executor, rows, cols, form, dtype):
     check(*(make(rows, cols, dtype, form=form, seed=seed) for seed in range(draws)))
 
 
+@pytest.mark.grid(2)
 @dtypes
 @forms
 @pytest.mark.parametrize("cols", [4096, 4100, 4093])
@@ -129,49 +74,3 @@ def test_no_dimensions():
     assert output.shape == ()
     torch.testing.assert_close(output, torch.nn.functional.silu(gate) * up)
     assert all(g.shape == () for g in torch.autograd.grad(output, (gate, up)))
-
-
-@pytest.mark.parametrize(
-    "size, stride",
-    [
-        ((1, 4, 1, 16), (999, 16, 777, 1)),  # strides of single elements mean nothing
-        ((4, 16, 1), (16, 1, 55)),
-        ((5, 16), (3, 1)),  # overlapping rows
-        ((5, 1), (0, 7)),
-        ((2,) * 10, (512, 1, 2, 256, 4, 128, 8, 64, 16, 32)),  # nothing merges
-    ],
-)
-def test_odd_strides(size, stride):
-    x = torch.randn(1024).as_strided(size, stride)
-    dense = x.clone(memory_format=torch.contiguous_format)
-    assert torch.equal(functional.silu_mul(x, x), functional.silu_mul(dense, dense))
-
-
-def test_offsets_beyond_32_bits():
-    """Rows 2^31 + 5 elements apart; the memory between them is never touched."""
-    try:
-        buffer = torch.empty(2**31 + 5 + 64, dtype=BF16)
-    except RuntimeError:
-        pytest.skip("the system refuses to reserve 4 GiB, of which two rows are touched")
-    case = make(2, 40, BF16)
-    expected = results(case.ours, case)
-    view = buffer.as_strided((2, 40), (2**31 + 5, 1))
-    for which in range(2):
-        plain = case.factors[which]
-        case.factors[which] = view.copy_(plain)
-        assert_same_bits(results(case.ours, case), expected)
-        case.factors[which] = plain
-
-
-def test_views_with_the_negative_bit():
-    gate, up = make(6, 10).factors
-    expected = functional.silu_mul(-gate, -up)
-    found = functional.silu_mul(torch._neg_view(gate), torch._neg_view(up))
-    assert torch.equal(found, expected)
-
-
-def test_one_tensor_as_both():
-    x = torch.randn(9, 9, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(functional.silu_mul(x, x).sum(), x)
-    (expected,) = torch.autograd.grad((torch.nn.functional.silu(x) * x).sum(), x)
-    torch.testing.assert_close(found, expected)

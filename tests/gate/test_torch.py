@@ -5,20 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 
 import onepass
 from onepass import functional, reference
-from tests.gate.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    make,
-)
+from tests.gate.cases import make
+from tests.support.dtypes import BF16, F64
 
 
 def test_only_the_factors_are_kept():
@@ -27,23 +21,6 @@ def test_only_the_factors_are_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.silu_mul(*leaves)
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves]
-
-
-@pytest.mark.parametrize("dtype, up", [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)], ids=str)
-@pytest.mark.parametrize("cast", [BF16, F16], ids=str)
-def test_dtypes_under_autocast_are_torchs(dtype, up, cast):
-    gate, up = make(4, 8, dtype, up_dtype=up).factors
-    with torch.autocast("cpu", dtype=cast):
-        found, expected = functional.silu_mul(gate, up), F.silu(gate) * up
-    assert found.dtype == expected.dtype
-
-
-def test_module_under_autocast():
-    module = onepass.nn.GatedMLP(8, 24)
-    with torch.autocast("cpu", dtype=BF16):
-        assert module(torch.randn(3, 8)).dtype is BF16
-    module(torch.randn(3, 8)).sum().backward()
-    assert all(p.grad is not None for p in module.parameters())
 
 
 def test_copies_of_the_module():

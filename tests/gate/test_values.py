@@ -9,36 +9,21 @@ import torch.nn.functional as F
 import onepass
 from onepass import functional, numerics
 from tests.emulator.executors import everywhere
-from tests.gate.cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    activations,
-    check,
-    dtypes,
-    forms,
-    make,
-    results,
-)
+from tests.gate.cases import activations, check, dtypes, forms, make, results
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = pytest.mark.isa
 
 
 @everywhere
+@pytest.mark.grid(4)
 @activations
 @dtypes
 @forms
 def test_values_and_gradients(executor, form, dtype, activation):
-    # More than a tile of the CPU's, a tail, and draws for pooled errors.
-    check(*(make(3, 1001, dtype, activation, form, seed=seed) for seed in range(executor.draws)))
-
-
-@everywhere
-@activations
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_16_bit_results_are_unbiased(dtype, activation):
-    check(make(9, 1024, dtype, activation))
+    # More than a tile of the CPU's, a tail, and draws for pooled errors; 16 bits have a bias.
+    rows = 9 if dtype.itemsize == 2 else 3
+    check(*(make(rows, 1001, dtype, activation, form, seed=seed) for seed in range(executor.draws)))
 
 
 @everywhere
@@ -106,16 +91,6 @@ def test_named_functions():
         )
     glu = gated(both, activation="sigmoid", gate_last=True)
     numerics.assert_close(glu, F.glu(both.double()), F.glu(both))
-
-
-@pytest.mark.parametrize("threads", [2, 3, 5])
-@pytest.mark.parametrize("form", ["two", "halves"])
-def test_any_number_of_threads(form, threads):
-    case = make(9, 40_003, form=form)
-    expected = results(case.ours, case)
-    torch.set_num_threads(threads)
-    found = results(case.ours, case)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 # ---- as models have them -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -10,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass import functional, numerics
+from onepass import functional, reference
+from tests.support.results import Results
+from tests.support.results import assert_close as assert_draws_close
+from tests.support.seeds import drawn_seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +22,8 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 RAW = torch.ops.onepass
 NAMES = ("input", "weight", "bias")
+ALL_NAMES = (*NAMES, "residual")
+ACTIVATIONS = reference.linear.ACTIVATIONS
 SUBSETS = [names for count in range(4) for names in itertools.combinations(NAMES, count)]
 subsets = pytest.mark.parametrize("wrt", SUBSETS, ids="+".join)
 GRADIENTS = ("dinput", "dweight", "dbias")
@@ -31,16 +37,17 @@ class Case:
     weight: Tensor
     bias: Tensor | None
     doutput: Tensor
+    residual: Tensor | None = None
 
     @property
     def text(self) -> str:
         def describe(tensor):
             return "-" if tensor is None else f"{str(tensor.dtype)[6:]}{tuple(tensor.shape)}"
 
-        return " ".join(f"{name}={describe(getattr(self, name))}" for name in NAMES)
+        return " ".join(f"{name}={describe(getattr(self, name))}" for name in ALL_NAMES)
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {name: getattr(self, name) for name in NAMES}
+        named = {name: getattr(self, name) for name in ALL_NAMES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -53,9 +60,10 @@ def make(
     bias: bool = True,
     weight_dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
     seed: int = 0,
 ) -> Case:
-    """A random layer of (*rows, in_features)."""
+    """A random layer of (*rows, in_features); `residual` is the dtype of one."""
     generator = torch.Generator().manual_seed(seed)
     size = (rows,) if isinstance(rows, int) else tuple(rows)
 
@@ -67,6 +75,7 @@ def make(
         random((out_features, in_features), weight_dtype or dtype),
         random((out_features,), bias_dtype or dtype) if bias else None,
         random((*size, out_features), dtype),
+        None if residual is None else random((*size, out_features), residual),
     )
 
 
@@ -79,7 +88,21 @@ def stock(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(*wide).to(input.dtype)
 
 
-def results(function, case: Case, *, double: bool = False, wrt=NAMES) -> dict[str, Tensor]:
+def composed(activation: str | None, p: float, seed: Tensor | None):
+    """The epilogue by torch, step by step, with the elements dropped that ours drops."""
+
+    def function(input, weight, bias=None, residual=None):
+        output = stock(input, weight, bias)
+        if activation is not None:
+            output = ACTIVATIONS[activation](output)
+        if p:
+            output = reference.dropout.dropout(output, p, seed)
+        return output if residual is None else (residual + output).to(residual.dtype)
+
+    return function
+
+
+def results(function, case: Case, *, double: bool = False, wrt=ALL_NAMES) -> Results:
     """{"output": ..., and the gradient of each tensor in wrt by its name}."""
 
     def leaf(name, tensor):
@@ -87,6 +110,7 @@ def results(function, case: Case, *, double: bool = False, wrt=NAMES) -> dict[st
         tensor = tensor.double() if double else tensor
         return tensor.requires_grad_(name in wrt)
 
+    torch.manual_seed(7)
     leaves = {name: leaf(name, tensor) for name, tensor in case.tensors().items()}
     output = function(**leaves)
     asked = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
@@ -98,23 +122,22 @@ def results(function, case: Case, *, double: bool = False, wrt=NAMES) -> dict[st
     return found
 
 
-def check(*cases: Case, wrt=NAMES) -> None:
+def check(*cases: Case, wrt=ALL_NAMES, activation: str | None = None, p: float = 0.0) -> None:
     """The output and every gradient of the cases, pooled, by the numerics rule."""
+    ours = functools.partial(functional.linear, activation=activation, dropout_p=p)
+    theirs = composed(activation, p, drawn_seed(7) if p else None)
     draws = []
     for case in cases:
         before = {name: tensor.clone() for name, tensor in case.tensors().items()}
-        ours = results(functional.linear, case, wrt=wrt)
-        ref = results(F.linear, case, double=True, wrt=wrt)
-        draws.append((ours, ref, results(stock, case, wrt=wrt)))
+        of_case = (results(ours, case, wrt=wrt), results(theirs, case, double=True, wrt=wrt))
+        draws.append((*of_case, results(theirs, case, wrt=wrt)))
         for name, tensor in case.tensors().items():
             assert torch.equal(tensor, before[name]), f"{case.text}: {name} was written"
-    first = cases[0]
-    assert set(draws[0][0]) == {"output", *set(wrt) & set(first.tensors())}
-    for name, found in draws[0][0].items():
-        of = first.input if name == "output" else getattr(first, name)
-        assert found.dtype == of.dtype, f"{first.text}: {name} is {found.dtype}"
-        three = ([draw[index][name] for draw in draws] for index in range(3))
-        numerics.assert_close(*three, f"{first.text}: {name}")
+    first, found = cases[0], draws[0][0]
+    assert set(found) == {"output", *set(wrt) & set(first.tensors())}
+    stream = first.input if first.residual is None else first.residual
+    assert found["output"].dtype is stream.dtype
+    assert_draws_close(draws, f"{activation} {p} {first.text}")
 
 
 def backward(doutput: Tensor, input=None, weight=None, **dtypes) -> tuple[Tensor, Tensor, Tensor]:

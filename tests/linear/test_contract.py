@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 
-import onepass
 from onepass import _C, functional
 from tests.linear.cases import (
     FLOATS,
@@ -23,11 +22,10 @@ from tests.linear.cases import (
     subsets,
 )
 from tests.support import isolated
+from tests.support.dtypes import F32, F64
 from tests.support.guarded import guarded
+from tests.support.refused import assert_refused
 from tests.support.results import assert_same_bits, bits
-
-F32 = torch.float32
-F64 = torch.float64
 
 # ---- bits ----------------------------------------------------------------------------------------
 
@@ -102,43 +100,6 @@ def test_few_rows_are_those_of_many(in_features, out_features, threads, dtypes):
             assert_same_bits(found, {k: v[rows] for k, v in every.items()}, f"{count}, {how}:")
 
 
-@pytest.mark.isa
-@dtypes
-def test_rows_follow_a_permutation_of_the_batch(dtype):
-    case = make(77, 65, 40, dtype)
-    before = results(functional.linear, case, wrt=("input",))
-    order = torch.randperm(77)
-    case.input, case.doutput = case.input[order], case.doutput[order]
-    after = results(functional.linear, case, wrt=("input",))
-    assert_same_bits(after, {name: value[order] for name, value in before.items()})
-
-
-@pytest.mark.isa
-@dtypes
-def test_dimensions_of_rows_do_not_matter(dtype):
-    flat = make(60, 33, 29, dtype)
-    expected = results(functional.linear, flat)
-    for shape in ((60, 1), (1, 60), (3, 4, 5), (2, 3, 1, 10)):
-        case = make(60, 33, 29, dtype)
-        case.input, case.doutput = (t.unflatten(0, shape) for t in (case.input, case.doutput))
-        found = results(functional.linear, case)
-        for name in ("output", "input"):
-            assert found[name].shape[:-1] == shape
-            found[name] = found[name].flatten(0, -2)
-        assert_same_bits(found, expected, f"{shape}:")
-
-
-@pytest.mark.isa
-def test_a_second_call_repeats_the_first():
-    case = make(50, 300, 70)
-    case.input.requires_grad_()
-    output = functional.linear(**case.tensors())
-    first = torch.autograd.grad(output, case.input, case.doutput, retain_graph=True)
-    second = torch.autograd.grad(output, case.input, case.doutput)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(output, functional.linear(**case.tensors()))
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 # Around vectors, panels and strips of every level.
@@ -205,31 +166,6 @@ def test_every_element_is_written(shape, dtype):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.isa
-@dtypes
-def test_borders_of_strided_tensors(dtype):
-    """Tensors lie in buffers of NaN, which must neither be read nor written."""
-    shapes = {"input": (13, 37), "weight": (21, 37), "bias": (1, 21), "doutput": (13, 21)}
-    case, buffers = make(13, 37, 21, dtype), {}
-    expected = every_result(case)
-    for name, (rows, cols) in shapes.items():
-        buffers[name] = torch.full((2 * rows + 2, cols + 9), float("nan"), dtype=dtype)
-        view = buffers[name][1 : 1 + 2 * rows : 2, 4 : 4 + cols]
-        view.copy_(getattr(case, name))
-        setattr(case, name, view[0] if name == "bias" else view)
-    before = {name: bits(buffer).clone() for name, buffer in buffers.items()}
-    assert_same_bits(every_result(case), expected)
-    for name, buffer in buffers.items():
-        assert torch.equal(bits(buffer), before[name]), name
-
-
-def test_results_share_no_memory():
-    case = make(4, 6, 6)
-    given = [case.input, case.weight, case.bias, case.doutput]
-    pointers = [t.data_ptr() for t in (*given, *every_result(case).values())]
-    assert len(set(pointers)) == len(pointers)
-
-
 # ---- tensors kept for the backward ---------------------------------------------------------------
 
 
@@ -241,170 +177,120 @@ def test_only_what_the_backward_needs_is_kept(wrt):
         getattr(case, name).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.linear(**case.tensors())
-    kept = {name for name in ("input", "weight") if any(getattr(case, name) is t for t in saved)}
     pointers = {tensor.data_ptr() for tensor in saved}
     wanted = {"weight"} if "input" in wrt else set()
     wanted |= {"input"} if "weight" in wrt else set()
     assert pointers == {getattr(case, name).data_ptr() for name in wanted}
-    assert kept == wanted and len(saved) == len(wanted)
+    assert len(saved) == len(wanted)
 
 
-def test_a_frozen_layer_lets_go_of_its_input():
-    module = onepass.nn.Linear(8, 8).requires_grad_(False)
-    hidden = torch.randn(4, 8, requires_grad=True) * 1
-    storage = hidden.untyped_storage()._weak_ref()
-    output = module(hidden)
-    del hidden
-    assert torch.UntypedStorage._expired(storage)
-    torch.UntypedStorage._free_weak_ref(storage)
-    assert output.requires_grad
+# ---- errors --------------------------------------------------------------------------------------
 
 
-def test_editing_what_the_backward_needs_raises():
-    case = make(4, 6, 5)
-    hidden = case.input.requires_grad_() * 1
-    case.weight.requires_grad_()
-    output = functional.linear(hidden, case.weight)
-    hidden.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-    output = functional.linear(case.input, case.weight)
-    output.mul_(3)  # the output is not needed
-    output.sum().backward()
-    expected = 3 * case.weight.detach().sum(0).expand(4, 6)
-    torch.testing.assert_close(case.input.grad, expected)
+X, W, B, G = torch.ones(4, 6), torch.ones(5, 6), torch.ones(5), torch.ones(4, 5)
+FLOAT = "have dtype float32, bfloat16, float16 or float64, got"
+BESIDE = "have dtype float32, bfloat16 or float16 beside"
+SHAPE = "weight must have shape (out_features, in_features), got"
+ENDS = "input must have a last dimension of 6, weight's in_features, got shape"
+META = "on the device of input, cpu, got meta"
+
+FORWARD = dict(input=X, weight=W, bias=B, out_dtype=None)
+WRONG = {
+    f"{SHAPE} (6,)": dict(weight=W[0]),
+    f"{SHAPE} (1, 5, 6)": dict(weight=W[None]),
+    f"{ENDS} (5, 4)": dict(input=torch.ones(5, 4)),
+    f"{ENDS} ()": dict(input=X[0, 0]),
+    f"input must {FLOAT} int64": dict(input=X.long()),
+    f"weight must {FLOAT} int32": dict(weight=W.int()),
+    f"weight must {BESIDE} input, got float64": dict(weight=W.double()),
+    "weight must have dtype float64 like input, got float32": dict(input=X.double()),
+    f"weight must be {META}": dict(weight=W.to("meta")),
+    "bias must have shape (5,), got (4,)": dict(bias=B[:4]),
+    "bias must have shape (5,), got ()": dict(bias=B[0]),
+    f"bias must {FLOAT} bool": dict(bias=B.bool()),
+    f"bias must {BESIDE} input, got float64": dict(bias=B.double()),
+    f"bias must be {META}": dict(bias=B.to("meta")),
+    f"out_dtype must {FLOAT} int8": dict(out_dtype=torch.int8),
+    f"out_dtype must {BESIDE} input, got float64": dict(out_dtype=F64),
+}
+
+DTYPES_OF_GRADIENTS = dict.fromkeys(("input_dtype", "weight_dtype", "bias_dtype"), F32)
+BACKWARD = dict(doutput=G, input=X, weight=W) | DTYPES_OF_GRADIENTS
+WRONG_BACKWARD = {
+    "doutput must have at least one dimension, got ()": dict(doutput=G[0, 0]),
+    f"doutput must {FLOAT} int64": dict(doutput=G.long()),
+    "weight must be given for the gradient of input, got none": dict(weight=None),
+    "input must be given for the gradient of weight, got none": dict(input=None),
+    "weight must have shape (5, in_features), got (6, 5)": dict(weight=W.t()),
+    "weight must have shape (5, in_features), got (6,)": dict(weight=W[0]),
+    f"weight must {FLOAT} int64": dict(weight=W.long()),
+    f"weight must {BESIDE} doutput, got float64": dict(weight=W.double()),
+    "weight must be on the device of doutput, cpu, got meta": dict(weight=W.to("meta")),
+    "input must have shape (4, 6), got (3, 6)": dict(input=X[:3]),
+    "input must have shape (4, 6), got (1, 4, 6)": dict(input=X[None]),
+    "input must have shape (4, 0), got ()": dict(input=X[0, 0], weight=None, input_dtype=None),
+    f"input must {FLOAT} uint8": dict(input=X.byte()),
+    "input must have dtype float64 like doutput, got float32": (
+        dict(doutput=G.double(), weight=W.double())
+    ),
+    "input must be on the device of doutput, cpu, got meta": dict(input=X.to("meta")),
+    f"input_dtype must {FLOAT} int64": dict(input_dtype=torch.int64),
+    f"weight_dtype must {BESIDE} doutput, got float64": dict(weight_dtype=F64),
+    f"bias_dtype must {FLOAT} bool": dict(bias_dtype=torch.bool),
+}
+
+EPILOGUE = dict(input=X, weight=W, bias=B, residual=G, seed=torch.tensor([1, 2]), dropout_p=0.5,
+                activation_kind=1, save_preactivation=False)  # fmt: skip
+WRONG_EPILOGUE = {
+    "residual must have shape (4, 5), got (5,)": dict(residual=B),
+    f"residual must {FLOAT} int64": dict(residual=G.long()),
+    f"residual must {BESIDE} input, got float64": dict(residual=G.double()),
+    "dropout_p must lie between 0 and 1, got 1.5": dict(dropout_p=1.5),
+    "seed must be given with dropout_p > 0 only, got none": dict(seed=None),
+    "activation_kind must be one of 0 to 4, got 5": dict(activation_kind=5),
+    "activation_kind must be one of 0 to 4, got -1": dict(activation_kind=-1),
+}
+
+EPILOGUE_BACKWARD = dict(doutput=G, preactivation=G, seed=torch.tensor([1, 2]), dropout_p=0.5,
+                         activation_kind=1, out_dtype=None)  # fmt: skip
+GIVEN = "preactivation must be given with an activation and only then, got"
+WRONG_EPILOGUE_BACKWARD = {
+    f"{GIVEN} none": dict(preactivation=None),
+    f"{GIVEN} one": dict(activation_kind=0),
+    "preactivation must have shape (4, 5), got (5,)": dict(preactivation=B),
+    "dropout_p must lie between 0 and 1, got -0.5": dict(dropout_p=-0.5),
+    "seed must be given with dropout_p > 0 only, got none": dict(seed=None),
+    f"out_dtype must {BESIDE} doutput, got float64": dict(out_dtype=F64),
+    "activation_kind must be one of 0 to 4, got 9": dict(activation_kind=9),
+}
 
 
-# ---- errors: `<op>: <argument> must <rule>, got <value>`, with data and without ------------------
+@pytest.mark.parametrize(
+    "op, name, right, wrong",
+    [
+        ("linear_forward", "linear", FORWARD, WRONG),
+        ("linear_backward", "linear_backward", BACKWARD, WRONG_BACKWARD),
+        ("linear_epilogue_forward", "linear", EPILOGUE, WRONG_EPILOGUE),
+        ("linear_epilogue_backward", "linear_epilogue_backward", EPILOGUE_BACKWARD,
+         WRONG_EPILOGUE_BACKWARD),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_messages(op, name, right, wrong):
+    for suffix in ("", "_check"):
+        assert_refused(getattr(RAW, op + suffix), name, right, wrong)
 
 
-def forward_calls(device: str) -> dict:
-    x, w, b = (torch.ones(size, device=device) for size in ((4, 6), (5, 6), (5,)))
-    other = torch.ones(5, 6, device="meta" if device == "cpu" else "cpu")
-    linear, raw = functional.linear, RAW.linear_forward
-    return {
-        r"weight must have shape \(out_features, in_features\), got \(6,\)": lambda: linear(
-            x, w[0]
-        ),
-        r"weight must have shape \(out_features, in_features\), got \(1, 5, 6\)": (
-            lambda: linear(x, w[None])
-        ),
-        r"input must have a last dimension of 6, weight's in_features, got shape \(5, 4\)": (
-            lambda: linear(torch.ones(5, 4, device=device), w)
-        ),
-        r"input must have a last dimension of 6, weight's in_features, got shape \(\)": (
-            lambda: linear(x[0, 0], w)
-        ),
-        "input must have dtype float32, bfloat16, float16 or float64, got int64": (
-            lambda: linear(x.long(), w)
-        ),
-        "weight must have dtype float32, bfloat16, float16 or float64, got int32": (
-            lambda: linear(x, w.int())
-        ),
-        "weight must have dtype float32, bfloat16 or float16 beside input, got float64": (
-            lambda: linear(x, w.double())
-        ),
-        "weight must have dtype float64 like input, got bfloat16": (
-            lambda: linear(x.double(), w.bfloat16())
-        ),
-        f"weight must be on the device of input, {device}, got {other.device}": (
-            lambda: linear(x, other)
-        ),
-        r"bias must have shape \(5,\), got \(4,\)": lambda: linear(x, w, b[:4]),
-        r"bias must have shape \(5,\), got \(1, 5\)": lambda: linear(x, w, b[None]),
-        r"bias must have shape \(5,\), got \(\)": lambda: linear(x, w, b[0]),
-        "bias must have dtype float32, bfloat16, float16 or float64, got bool": (
-            lambda: linear(x, w, b.bool())
-        ),
-        "bias must have dtype float32, bfloat16 or float16 beside input, got float64": (
-            lambda: linear(x, w, b.double())
-        ),
-        f"bias must be on the device of input, {device}, got {other.device}": (
-            lambda: linear(x, w, other[:, 0])
-        ),
-        "out_dtype must have dtype float32, bfloat16, float16 or float64, got int8": (
-            lambda: raw(x, w, b, torch.int8)
-        ),
-        "out_dtype must have dtype float32, bfloat16 or float16 beside input, got float64": (
-            lambda: raw(x, w, b, torch.float64)
-        ),
-        "out_dtype must have dtype float64 like input, got float32": (
-            lambda: raw(x.double(), w.double(), None, F32)
-        ),
-    }
-
-
-def backward_calls(device: str) -> dict:
-    g, x, w = (torch.ones(size, device=device) for size in ((4, 5), (4, 6), (5, 6)))
-    other = torch.ones(5, 6, device="meta" if device == "cpu" else "cpu")
-    every = dict.fromkeys(("input_dtype", "weight_dtype", "bias_dtype"), F32)
-
-    def call(doutput=g, input=x, weight=w, **dtypes):
-        return lambda: backward(doutput, input, weight, **every | dtypes)
-
-    return {
-        r"doutput must have at least one dimension, got \(\)": call(g[0, 0]),
-        "doutput must have dtype float32, bfloat16, float16 or float64, got int64": call(g.long()),
-        "weight must be given for the gradient of input, got none": call(weight=None),
-        "input must be given for the gradient of weight, got none": call(input=None),
-        r"weight must have shape \(5, in_features\), got \(6, 5\)": call(weight=w.t()),
-        r"weight must have shape \(5, in_features\), got \(6,\)": call(weight=w[0]),
-        "weight must have dtype float32, bfloat16, float16 or float64, got int64": (
-            call(weight=w.long())
-        ),
-        "weight must have dtype float32, bfloat16 or float16 beside doutput, got float64": (
-            call(weight=w.double())
-        ),
-        f"weight must be on the device of doutput, {device}, got {other.device}": (
-            call(weight=other)
-        ),
-        r"input must have shape \(4, 6\), got \(3, 6\)": call(input=x[:3]),
-        r"input must have shape \(4, 6\), got \(4, 5\)": call(input=x[:, :5]),
-        r"input must have shape \(4, 6\), got \(1, 4, 6\)": call(input=x[None]),
-        r"input must have shape \(4, 0\), got \(\)": (
-            call(input=x[0, 0], weight=None, input_dtype=None)
-        ),
-        "input must have dtype float32, bfloat16, float16 or float64, got uint8": (
-            call(input=x.byte())
-        ),
-        "input must have dtype float64 like doutput, got float32": call(g.double(), x, w.double()),
-        f"input must be on the device of doutput, {device}, got {other.device}": (
-            call(input=other[:4])
-        ),
-        "input_dtype must have dtype float32, bfloat16, float16 or float64, got int64": (
-            call(input_dtype=torch.int64)
-        ),
-        "weight_dtype must have dtype float32, bfloat16 or float16 beside doutput, got float64": (
-            call(weight_dtype=torch.float64)
-        ),
-        "bias_dtype must have dtype float32, bfloat16, float16 or float64, got bool": (
-            call(bias_dtype=torch.bool)
-        ),
-    }
-
-
-def refused(op: str, calls: dict, devices: bool = True) -> None:
-    for message, call in calls.items():
-        if "on the device of" not in message or devices:
-            with pytest.raises(RuntimeError, match=f"^{op}: {message}$"):
-                call()
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_messages(device):
-    refused("linear", forward_calls(device))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_messages_of_the_backward(device):
-    refused("linear_backward", backward_calls(device))
-
-
-def test_messages_with_gradients():
+@pytest.mark.parametrize("options", [{}, {"activation": "relu"}, {"training": False}], ids=str)
+def test_messages_of_the_function(options):
     """The same where the call goes through autograd."""
-    x = torch.ones(4, 6, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"^linear: bias must have shape \(5,\), got \(4,\)$"):
-        functional.linear(x, torch.ones(5, 6), torch.ones(4))
+    right = dict(input=X.clone().requires_grad_(), weight=W, bias=B, dropout_p=0.5) | options
+    wrong = {
+        "bias must have shape (5,), got (4,)": dict(bias=B[:4]),
+        "residual must have shape (4, 5), got (5,)": dict(residual=B),
+        f"residual must {FLOAT} int64": dict(residual=G.long()),
+    }
+    assert_refused(functional.linear, "linear", right, wrong)
 
 
 def test_a_failed_call_writes_nothing():
@@ -426,43 +312,22 @@ def test_a_failed_call_writes_nothing():
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("activation", ["elu", "", "GELU", 3])
-def test_activations_that_there_are_not(activation):
+def test_activations_that_there_are_not():
     text = "linear: activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got "
-    with pytest.raises(ValueError) as raised:
-        functional.linear(torch.ones(4, 6), torch.ones(5, 6), activation=activation)
-    assert str(raised.value) == text + repr(activation)
-
-
-def test_an_activation_that_is_no_name():
+    for activation in ("elu", "", "GELU", 3):
+        with pytest.raises(ValueError) as raised:
+            functional.linear(X, W, activation=activation)
+        assert str(raised.value) == text + repr(activation)
     with pytest.raises(TypeError, match="^linear: activation must be a string or None, got list$"):
-        functional.linear(torch.ones(4, 6), torch.ones(5, 6), activation=["relu"])
+        functional.linear(X, W, activation=["relu"])
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_dropout_p_out_of_range(p, residual, training):
-    x, w = torch.ones(4, 6), torch.ones(5, 6)
-    more = {"residual": torch.ones(4, 5)} if residual else {}
-    with pytest.raises(ValueError, match="^linear: dropout_p must lie between 0 and 1, got "):
-        functional.linear(x, w, dropout_p=p, training=training, **more)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"training": False}])
-def test_messages_of_the_residual(device, options):
-    x, w = torch.ones(4, 6, device=device), torch.ones(5, 6, device=device)
-    wrong = {
-        r"residual must have shape \(4, 5\), got \(5,\)": torch.ones(5, device=device),
-        r"residual must have shape \(4, 5\), got \(3, 5\)": torch.ones(3, 5, device=device),
-        "residual must have dtype float32, bfloat16, float16 or float64, got int64": (
-            torch.ones(4, 5, device=device, dtype=torch.int64)
-        ),
-    }
-    for message, residual in wrong.items():
-        with pytest.raises(RuntimeError, match=f"^(linear|add_dropout): {message}"):
-            functional.linear(x, w, residual=residual, **options)
+def test_dropout_p_out_of_range(training):
+    for p in (-0.1, 1.1, float("nan")):
+        for more in ({}, {"residual": G}):
+            with pytest.raises(ValueError, match="^linear: dropout_p must lie between 0 and 1, g"):
+                functional.linear(X, W, dropout_p=p, training=training, **more)
 
 
 def test_scratch_does_not_grow_with_the_rows():

@@ -8,84 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onepass import functional, numerics
-from tests.linear.cases import (
-    NAMES,
-    Case,
-    backward,
-    check,
-    dtypes,
-    layer_gradients,
-    make,
-    results,
-)
+from onepass import functional
+from tests.linear.cases import NAMES, Case, backward, check, dtypes, layer_gradients, make, results
+from tests.support.dtypes import F32
+from tests.support.layouts import LAYOUTS, strided  # noqa: F401  (for other families)
 from tests.support.results import assert_same_bits
 
-F32 = torch.float32
 pytestmark = pytest.mark.isa
-
-
-def inside(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(size, float("nan"), dtype=dtype)
-
-
-def strided(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The values of a 3-D tensor in another layout, inside a buffer that is NaN everywhere else."""
-    a, b, c = tensor.shape
-    buffers = {
-        "every other row": ((a, 2 * b, c), lambda t: t[:, ::2]),
-        "every other block": ((2 * a, b, c), lambda t: t[::2]),
-        "wide rows": ((a, b, c + 5), lambda t: t[..., 3 : 3 + c]),
-        "transposed rows": ((b, a, c), lambda t: t.transpose(0, 1)),
-        "columns first": ((c, a, b), lambda t: t.permute(1, 2, 0)),
-        "every third column": ((a, b, 3 * c), lambda t: t[..., ::3]),
-        "odd offset": ((a * b * c + 1,), lambda t: t[1:].view(a, b, c)),
-    }
-    size, view = buffers[layout]
-    buffer = inside(size, tensor.dtype)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
-LAYOUTS = [
-    "every other row", "every other block", "wide rows", "transposed rows", "columns first",
-    "every third column", "odd offset",
-]  # fmt: skip
-
-
-@dtypes
-@pytest.mark.parametrize("name", ["input", "doutput"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows(layout, name, dtype):
-    case = make((6, 5), 40, 33, dtype)
-    expected = results(functional.linear, case)
-    setattr(case, name, strided(getattr(case, name), layout))
-    assert_same_bits(results(functional.linear, case), expected, layout)
-
-
-@dtypes
-@pytest.mark.parametrize(
-    "layout", ["wide rows", "columns first", "every third column", "odd offset"]
-)
-@pytest.mark.parametrize("rows", [5, 26])
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_weight_and_bias(name, rows, layout, dtype):
-    case = make(rows, 40, 33, dtype)
-    expected = results(functional.linear, case)
-    plain = getattr(case, name)
-    other = strided(plain.reshape(1, -1, plain.shape[-1]), layout)
-    setattr(case, name, other.view_as(plain) if name == "bias" else other[0])
-    assert_same_bits(results(functional.linear, case), expected, layout)
-
-
-@dtypes
-def test_everything_transposed(dtype):
-    case = make(26, 40, 33, dtype)
-    expected = results(functional.linear, case)
-    for name in ("input", "weight", "doutput"):
-        setattr(case, name, getattr(case, name).t().contiguous().t())
-    assert not case.weight.is_contiguous()
-    assert_same_bits(results(functional.linear, case), expected)
 
 
 @dtypes
@@ -101,113 +30,12 @@ def test_the_gradient_lies_as_the_weight_does(dtype):
     assert torch.equal(alone, expected["dweight"]) and alone.stride() == (1, 33)
 
 
-@dtypes
-def test_slices_of_one_wide_weight(dtype):
-    """As in a projection for query, key and value together."""
-    whole = make(9, 24, 3 * 16, dtype)
-    expected = functional.linear(**whole.tensors())
-    for part in range(3):
-        rows = slice(16 * part, 16 * part + 16)
-        found = functional.linear(whole.input, whole.weight[rows], whole.bias[rows])
-        assert torch.equal(found, expected[:, rows])
-    columns = whole.weight[:, 7:19]
-    assert torch.equal(
-        functional.linear(whole.input[:, 7:19], columns),
-        functional.linear(whole.input[:, 7:19].clone(), columns.clone()),
-    )
-
-
-@dtypes
-def test_expanded_tensors(dtype):
-    """Of stride 0, as the gradient of a sum is."""
-    for name in ("input", "doutput", "weight", "bias"):
-        for dim in (0, -1):
-            case = make(26, 40, 33, dtype)
-            plain = getattr(case, name)
-            expanded = plain.narrow(dim, 0, 1).expand_as(plain)
-            setattr(case, name, expanded.contiguous())
-            expected = results(functional.linear, case)
-            setattr(case, name, expanded)
-            assert_same_bits(results(functional.linear, case), expected, f"{name} {dim}")
-    case = make((4, 5), 40, 33, dtype)
-    case.input = case.input[:1].expand(4, 5, 40)
-    case.doutput = torch.ones((), dtype=dtype).expand(4, 5, 33)
-    found = results(functional.linear, case)
-    case.input, case.doutput = case.input.contiguous(), case.doutput.contiguous()
-    assert_same_bits(found, results(functional.linear, case))
-
-
-@pytest.mark.parametrize("shared", [(1,), (2,), (1, 2), (0, 2)], ids=str)
-@pytest.mark.parametrize("name", ["input", "doutput"])
-def test_rows_that_some_dimensions_share(name, shared):
-    """A dimension of stride 0 that is not the outermost."""
-    case = make((4, 3, 5), 40, 33)
-    plain = getattr(case, name)
-    one = [slice(0, 1) if dim in shared else slice(None) for dim in range(3)]
-    expanded = plain[tuple(one)].expand_as(plain)
-    setattr(case, name, expanded.contiguous())
-    expected = results(functional.linear, case)
-    setattr(case, name, expanded)
-    assert_same_bits(results(functional.linear, case), expected)
-
-
-@pytest.mark.parametrize(
-    "size, stride",
-    [
-        ((1, 4, 1, 16), (999, 16, 777, 1)),  # strides of single elements mean nothing
-        ((4, 16, 1), (16, 1, 55)),
-        ((5, 16), (3, 1)),  # overlapping rows
-        ((5, 1), (0, 7)),
-        ((2,) * 10, (512, 1, 2, 256, 4, 128, 8, 64, 16, 32)),  # nothing merges
-        ((3, 2, 16), (32, 16, 1)),
-        ((3, 2, 16), (16, 48, 1)),
-    ],
-)
-def test_odd_strides(size, stride):
-    x, w = torch.randn(1024).as_strided(size, stride), torch.randn(9, size[-1])
-    found = functional.linear(x, w)
-    assert torch.equal(found, functional.linear(x.clone(memory_format=torch.contiguous_format), w))
-    numerics.assert_close(found, F.linear(x.double(), w.double()), F.linear(x, w))
-
-
-def test_many_dimensions_that_do_not_merge():
-    case = make((3, 4, 5, 2), 24, 17)
-    expected = results(functional.linear, case)
-    for name in ("input", "doutput"):
-        tensor = getattr(case, name)
-        setattr(case, name, tensor.permute(3, 1, 2, 0, 4).contiguous().permute(3, 1, 2, 0, 4))
-    assert_same_bits(results(functional.linear, case), expected)
-
-
-def test_views_with_the_negative_bit():
-    case = make(6, 10, 7)
-    expected = functional.linear(-case.input, -case.weight, -case.bias)
-    negative = (torch._neg_view(tensor) for tensor in case.tensors().values())
-    assert torch.equal(functional.linear(*negative), expected)
-
-
 def test_one_tensor_as_input_and_weight():
     x = torch.randn(9, 9, dtype=torch.float64, requires_grad=True)
     gradients = [
         torch.autograd.grad(f(x, x).pow(2).sum(), x)[0] for f in (functional.linear, F.linear)
     ]
     torch.testing.assert_close(*gradients)
-
-
-def test_offsets_beyond_32_bits():
-    """Rows 2^31 + 5 elements apart; the memory between them is never touched."""
-    try:
-        buffer = torch.empty(2**31 + 5 + 64, dtype=torch.bfloat16)
-    except RuntimeError:
-        pytest.skip("no address space for 4 GiB")
-    far = buffer.as_strided((2, 40), (2**31 + 5, 1))
-    for name in ("input", "weight", "doutput"):
-        case = make(2, 40, 2, torch.bfloat16)
-        expected = results(functional.linear, case)
-        columns = getattr(case, name).shape[1]
-        view = far[:, :columns]
-        setattr(case, name, view.copy_(getattr(case, name)))
-        assert_same_bits(results(functional.linear, case), expected, name)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -224,40 +52,19 @@ def test_odd_sizes(rows, in_features, out_features, dtype):
     check(*(make(rows, in_features, out_features, dtype, seed=s) for s in range(12 + 48 // least)))
 
 
-@dtypes
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size", [(0,), (3, 0), (0, 3), (2, 0, 3)], ids=str)
-def test_no_rows(size, bias, dtype):
-    case = make(size, 8, 5, dtype, bias=bias)
-    found = results(functional.linear, case)
-    assert found["output"].shape == (*size, 5)
-    assert found["input"].shape == (*size, 8)
-    assert found["weight"].shape == (5, 8) and not found["weight"].any()
-    if bias:
-        assert found["bias"].shape == (5,) and not found["bias"].any()
-
-
-@dtypes
-@pytest.mark.parametrize("rows", [(0,), (1,), (30,), (2, 3)], ids=str)
-def test_no_in_features(rows, dtype):
-    """The output is the bias, whose gradient is a sum of rows as ever."""
-    cases = [make(rows, 0, 5, dtype, seed=seed) for seed in range(8)]
-    check(*cases)
-    output = functional.linear(**cases[0].tensors())
-    assert torch.equal(output, cases[0].bias.expand(*rows, 5))
-    without = functional.linear(cases[0].input, cases[0].weight)
-    assert torch.equal(without, torch.zeros_like(output))
+EMPTY = [(rows, 8, 5) for rows in ((0,), (3, 0), (0, 3), (2, 0, 3))]
+EMPTY += [
+    (rows, *features) for rows in ((0,), (1,), (30,), (2, 3)) for features in ((0, 5), (8, 0))
+]
 
 
 @dtypes
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [(0,), (1,), (30,), (2, 3)], ids=str)
-def test_no_out_features(rows, bias, dtype):
-    case = make(rows, 8, 0, dtype, bias=bias)
-    found = results(functional.linear, case)
-    assert found["output"].shape == (*rows, 0)
-    assert found["input"].shape == (*rows, 8) and not found["input"].any()
-    assert found["weight"].shape == (0, 8)
+@pytest.mark.parametrize("rows, in_features, out_features", EMPTY)
+def test_empty(rows, in_features, out_features, bias, dtype):
+    """Without in_features the output is the bias, whose gradient is a sum of rows as ever."""
+    sizes = rows, in_features, out_features
+    check(*(make(*sizes, dtype, bias=bias, seed=seed) for seed in range(8)))
 
 
 def test_a_vector():

@@ -4,7 +4,6 @@ module, subclasses."""
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 
@@ -14,28 +13,16 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrizations, prune
 
 import onepass
-from onepass import functional, numerics
-from onepass._ops.decomposition import FORMULAS
-from tests.linear.cases import (
-    DTYPES,
-    FLOATS,
-    RAW,
-    backward,
-    dtypes,
-    layer_gradients,
-    make,
-    results,
-)
+from onepass import _dispatch_log, functional, numerics
+from tests.linear.cases import DTYPES, FLOATS, backward, layer_gradients, make, results
+from tests.support.dtypes import BF16, F32, F64
 from tests.support.results import assert_same_bits
-
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-BIAS = pytest.mark.parametrize("bias", [False, True])
 
 # ---- derivatives ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@BIAS
+@pytest.mark.parametrize("bias", [False, True])
 def test_gradient_penalty(dtype, bias):
     """A second derivative, of all pairs of tensors, as exact as torch's."""
 
@@ -60,101 +47,7 @@ def test_gradient_penalty(dtype, bias):
 # ---- compile, export, trace ----------------------------------------------------------------------
 
 
-def test_fakes_record_the_operator():
-    """Tracing with fakes, as in export, records onepass's operator and not torch's."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    tensors = list(make(3, 4, 5).tensors().values())
-    for mode in ("real", "fake", "symbolic"):
-        graph = make_fx(lambda *t: functional.linear(*t), tracing_mode=mode)(*tensors)
-        assert "onepass.linear_forward" in graph.code, mode
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = onepass.nn.Linear(16, 16)
-
-    def forward(self, x, residual):
-        layer = self.layer
-        y = layer(x)
-        return functional.linear(
-            y, layer.weight, layer.bias, activation="gelu", dropout_p=0.2, residual=residual,
-            training=self.training,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_with_a_dynamic_dimension(strict):
-    block = Block().eval()
-    rows = torch.export.Dim("rows", min=2, max=100)
-    given = torch.randn(4, 16), torch.randn(4, 16)
-    program = torch.export.export(
-        block, given, dynamic_shapes={"x": {0: rows}, "residual": {0: rows}}, strict=strict
-    )
-    graphs = [m.graph for m in program.graph_module.modules() if hasattr(m, "graph")]
-    targets = [str(node.target) for graph in graphs for node in graph.nodes]
-    assert targets.count("onepass.linear.default") == 1
-    assert targets.count("onepass.linear_epilogue.default") == 1
-    x, residual = torch.randn(7, 16), torch.randn(7, 16)
-    assert torch.equal(program.module()(x, residual), block(x, residual))
-
-
-def test_traced_as_called():
-    block = Block().eval()
-    x, residual = torch.randn(3, 16), torch.randn(3, 16)
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.trace(block, (x, residual)), file)
-    file.seek(0)
-    traced = torch.jit.load(file)
-    for name in ("linear", "linear_epilogue"):
-        assert str(traced.inlined_graph).count(f"onepass::{name}(") == 1
-    x, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    gradients = []
-    for function in (block, traced):
-        leaf, parameters = x.clone().requires_grad_(), list(function.parameters())
-        y = function(leaf, residual)
-        gradients.append((y, *torch.autograd.grad(y.pow(2).sum(), [leaf, *parameters])))
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_decomposition(dtype):
-    """As exact as the operator, of its shape and dtype."""
-    formula = FORMULAS[RAW.linear_forward.default]
-    case = make((3, 7), 40, 30, dtype)
-    given = list(case.tensors().values())
-    exact = F.linear(*(t.double() for t in given))
-    for out_dtype in (None, *FLOATS):
-        ours, decomposed = RAW.linear_forward(*given, out_dtype), formula(*given, out_dtype)
-        assert ours.dtype is decomposed.dtype and ours.shape == decomposed.shape
-        numerics.assert_close(decomposed, exact, ours)
-    assert formula(case.input, case.weight, None, F32).dtype is F32
-
-
 # ---- autocast ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("autocast", [BF16, torch.float16], ids=str)
-@dtypes
-@BIAS
-def test_autocast_is_torchs(autocast, dtype, bias):
-    """The dtype of the output and of the gradients; the values by the rule."""
-    case = make(33, 40, 30, dtype, bias=bias)
-
-    def under(linear):
-        def function(**tensors):
-            with torch.autocast("cpu", dtype=autocast):
-                return linear(**tensors)
-
-        return function
-
-    ours, stocks = (results(under(linear), case) for linear in (functional.linear, F.linear))
-    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in stocks.items()}
-    ref = results(F.linear, case, double=True)
-    for name in ours:
-        numerics.assert_close(ours[name], ref[name], stocks[name], name)
 
 
 def test_autocast_takes_every_mix_that_torch_takes():
@@ -171,10 +64,11 @@ def test_autocast_takes_every_mix_that_torch_takes():
 
 
 def test_a_module_under_autocast_trains():
+    """As the function of tensors that were cast before."""
     module, x = onepass.nn.Linear(8, 5), torch.randn(4, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=BF16):
         y = module(x)
-        assert y.dtype is BF16
+    assert torch.equal(y, functional.linear(*(t.to(BF16) for t in (x, *module.parameters()))))
     y.sum().backward()
     assert {t.grad.dtype for t in (x, *module.parameters())} == {F32}
 
@@ -182,37 +76,27 @@ def test_a_module_under_autocast_trains():
 # ---- the module ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keywords", [{}, {"bias": False}, {"dtype": BF16}])
+@pytest.mark.parametrize("keywords", [{}, {"bias": False}, {"dtype": BF16}], ids=str)
 def test_the_module_is_torchs(keywords):
-    stock, ours = torch.nn.Linear(20, 6, **keywords), onepass.nn.Linear(20, 6, **keywords)
+    torch.manual_seed(0)
+    ours = onepass.nn.Linear(20, 6, **keywords)
+    torch.manual_seed(0)
+    stock = torch.nn.Linear(20, 6, **keywords)
     assert isinstance(ours, torch.nn.Linear) and repr(ours) == repr(stock)
+    assert all(map(torch.equal, ours.parameters(), stock.parameters()))
     ours.load_state_dict(stock.state_dict())
     stock.load_state_dict(ours.state_dict())
     x = torch.randn(5, 20, dtype=keywords.get("dtype"))
     assert torch.equal(ours(x), functional.linear(x, stock.weight, stock.bias))
-    torch.testing.assert_close(ours(x), stock(x))
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is onepass.nn.Linear and twin.state_dict().keys() == {*stock.state_dict()}
-        assert torch.equal(twin(x), ours(x))
-
-
-def test_the_module_trains_as_torchs():
-    torch.manual_seed(0)
-    ours = onepass.nn.Linear(20, 6)
-    torch.manual_seed(0)
-    stock = torch.nn.Linear(20, 6)
-    assert torch.equal(ours.weight, stock.weight) and torch.equal(ours.bias, stock.bias)
-    x = torch.randn(9, 20)
     for module in (ours, stock):
         module(x).pow(2).mean().backward()
     for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-
-
-def test_torchs_layer_turned_into_ours():
-    module, x = torch.nn.Linear(8, 5), torch.randn(3, 8)
-    module.__class__ = onepass.nn.Linear
-    assert torch.equal(module(x), functional.linear(x, module.weight, module.bias))
+    twins = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    stock.__class__ = onepass.nn.Linear
+    for twin in (*twins, stock):
+        assert type(twin) is onepass.nn.Linear and twin.state_dict().keys() == {*stock.state_dict()}
+        assert torch.equal(twin(x), ours(x))
 
 
 def test_modules_wrapped_by_torchs_own_tools():
@@ -228,22 +112,6 @@ def test_modules_wrapped_by_torchs_own_tools():
         torch.testing.assert_close(ours(x), stock(x))
         ours(x).sum().backward()
         assert all(p.grad is not None for p in ours.parameters())
-
-
-def test_the_module_on_meta_and_lazily_made():
-    module = onepass.nn.Linear(8, 5, device="meta")
-    assert module(torch.empty(3, 8, device="meta")).shape == (3, 5)
-    module = module.to_empty(device="cpu")
-    module.reset_parameters()
-    assert module(torch.randn(3, 8)).shape == (3, 5)
-
-
-def test_hooks_run():
-    module, seen = onepass.nn.Linear(8, 5), []
-    module.register_forward_hook(lambda m, args, output: seen.append(output.shape))
-    module.register_full_backward_hook(lambda m, gin, gout: seen.append(gin[0].shape))
-    module(torch.randn(3, 8, requires_grad=True)).sum().backward()
-    assert seen == [(3, 5), (3, 8)]
 
 
 # ---- subclasses of Tensor ------------------------------------------------------------------------
@@ -330,16 +198,6 @@ def test_the_gradient_of_a_bias_has_threads_of_its_own():
     assert of_bias["arguments"] == "768 sums of 2000, float32"
 
 
-def test_explain_of_a_backward():
-    leaves = [t.requires_grad_() for t in make(9, 16, 8).tensors().values()]
-
-    def step():
-        functional.linear(*leaves).sum().backward()
-
-    ops = [call["op"] for call in onepass.explain(step).calls]
-    assert ops == ["linear", "linear_backward: dinput", "linear_backward: dweight"]
-
-
 def test_parameters_are_plain():
     """nn.Parameter and nn.Buffer are no subclasses of this kind: ours computes."""
     case = make(4, 6, 5)
@@ -351,3 +209,77 @@ def test_parameters_are_plain():
     buffer = torch.nn.Buffer(case.weight.detach())
     calls = onepass.explain(lambda: functional.linear(case.input, buffer)).calls
     assert [call["op"] for call in calls] == ["linear"] and calls[0]["level"] != "torch's own"
+
+
+# ---- epilogues -----------------------------------------------------------------------------------
+
+
+def test_what_an_epilogue_saves():
+    """Without gradients nothing; for a frozen layer only the tensors that it needs."""
+    case = make(6, 8, 10)
+    x, w, b = case.tensors().values()
+    residual = torch.randn(6, 10)
+
+    def saved(*wrt, activation="gelu", p=0.0):
+        leaves = [t.detach().requires_grad_(name in wrt) for name, t in case.tensors().items()]
+        stream = residual.detach().requires_grad_("residual" in wrt)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            functional.linear(*leaves, activation=activation, dropout_p=p, residual=stream)
+        return sorted(kept)
+
+    assert saved() == []
+    assert saved("input", "weight", "bias") == [(6, 8), (6, 10), (10, 8)]
+    assert saved("input") == [(6, 10), (10, 8)]
+    assert saved("bias", activation=None) == []
+    assert saved("bias", activation=None, p=0.5) == [(2,)]
+    assert saved("residual", activation=None) == saved("residual", p=0.5) == []
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_autocast_of_epilogues(activation):
+    case = make(6, 8, 10)
+    with torch.autocast("cpu", BF16):
+        output = functional.linear(*case.tensors().values(), activation=activation, dropout_p=0.1)
+        stream = functional.linear(
+            *case.tensors().values(), activation=activation, residual=case.doutput
+        )
+    assert output.dtype is BF16 and stream.dtype is F32
+
+
+# ---- torch.func ----------------------------------------------------------------------------------
+
+
+def test_samples_are_rows_of_one_product():
+    """If the weight is shared, with the same bits. Otherwise each sample is a call."""
+    x, w, b = torch.randn(6, 9, 20, requires_grad=True), torch.randn(16, 20), torch.randn(16)
+    residual = torch.randn(9, 6, 16)
+    epilogue = {"activation": "silu"}
+
+    def calls_of(function) -> int:
+        with _dispatch_log.record() as calls:
+            function()
+        return len(calls)
+
+    def both(x, r=None):
+        return functional.linear(x, w, b, residual=r, **epilogue)
+
+    for mapped, whole in (
+        (lambda: torch.vmap(functional.linear, (0, None, None))(x, w, b),
+         lambda: functional.linear(x, w, b)),
+        (lambda: torch.vmap(both, (1, 0), 1)(x, residual),
+         lambda: both(x, residual.transpose(0, 1))),
+        (lambda: torch.vmap(lambda x: both(x, residual[:, 0]))(x),
+         lambda: both(x, residual[:, 0].expand(6, 9, 16))),
+        (lambda: torch.vmap(torch.vmap(both))(x), lambda: both(x)),
+        (lambda: torch.autograd.grad(torch.vmap(both)(x).sum(), x)[0],
+         lambda: torch.autograd.grad(both(x).sum(), x)[0]),
+    ):  # fmt: skip
+        assert torch.equal(mapped(), whole()) and calls_of(mapped) == calls_of(whole)
+    assert calls_of(lambda: torch.vmap(functional.linear)(x, w.expand(6, 16, 20))) == 6
+    dropped = torch.vmap(
+        lambda x: functional.linear(x, w, dropout_p=0.5), randomness="same"
+    )(x.detach().abs() + 1)  # fmt: skip
+    assert all(torch.equal(one == 0, dropped[0] == 0) for one in dropped)

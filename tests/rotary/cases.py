@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from onepass import functional, numerics, reference
+from tests.support.dtypes import BF16, F16, F32, F64
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
 
 

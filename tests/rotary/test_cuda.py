@@ -14,18 +14,17 @@ from onepass import functional
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.rotary.cases import (
-    BF16,
     BOTH,
     DTYPES,
-    F16,
-    F32,
-    F64,
     LEAVES,
     Case,
     check,
     check_tensors,
     outputs_and_gradients,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.pairs import pairwise
+from tests.support.results import assert_equal
 
 ALIGNED = Case(head_dim=48, rotary_dim=32)
 
@@ -36,19 +35,20 @@ def goes_by_packs(cuda, call: int = -1, name: str = "rotary_forward") -> bool:
     return "true>" in launch.kernel
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("half_width", [False, True])
-@pytest.mark.parametrize(
-    "dtype, table_dtype", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F64, F64)]
-)
-@pytest.mark.parametrize("rotary_dim", [32, 30])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_one_pass(cuda, interleaved, dtype, table_dtype, rotary_dim, half_width, backward):
+MIXES = [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F64, F64)]
+AXES = {"mix": MIXES, "rotary_dim": [32, 30], "interleaved": [False, True]}
+ALONE = {"half_width": [False, True], "backward": [False, True]}
+
+
+@pytest.mark.parametrize("row", pairwise(AXES | ALONE), ids=str)
+def test_one_pass(cuda, row):
     """To the byte: query and key read and written once; cos, sin and positions by each group of
     heads, positions by every thread that rotates."""
+    row = dict(row)
+    (dtype, table_dtype), backward = row.pop("mix"), row.pop("backward")
     case = replace(
-        ALIGNED, dtype=dtype, table_dtype=table_dtype, rotary_dim=rotary_dim, positions="tokens",
-        half_width=half_width, heads=6, key_heads=3, tokens=70, interleaved=interleaved,
+        ALIGNED, dtype=dtype, table_dtype=table_dtype, positions="tokens", heads=6, key_heads=3,
+        tokens=70, **row,
     )  # fmt: skip
     tensors = case.tensors()
     query = tensors["query"].requires_grad_(backward)
@@ -58,7 +58,8 @@ def test_one_pass(cuda, interleaved, dtype, table_dtype, rotary_dim, half_width,
         torch.autograd.grad(outputs, (query, key), [torch.ones_like(x) for x in outputs])
     call = cuda.of("rotary_forward")[-1]
     rows = (query.numel() + key.numel()) * dtype.itemsize
-    width = rotary_dim // 2 if half_width else rotary_dim
+    rotary_dim = case.rotary_dim
+    width = rotary_dim // 2 if case.half_width else rotary_dim
     tokens = case.batch * case.tokens * call["splits"]
     aligned = rotary_dim % 16 == 0 and width % 8 == 0
     threads = rotary_dim // 2 // (8 if aligned else 1)  # of a token
@@ -66,17 +67,17 @@ def test_one_pass(cuda, interleaved, dtype, table_dtype, rotary_dim, half_width,
     assert call["read"] == rows + tokens * (2 * width * table_dtype.itemsize + 8 * threads)
 
 
-@pytest.mark.parametrize(
-    "dtype, weight_dtype", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F64, F64)]
-)
-@pytest.mark.parametrize("rotary_dim, head_dim", [(32, 48), (30, 52)])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_one_pass_of_norms(cuda, interleaved, rotary_dim, head_dim, dtype, weight_dtype):
+NORMED = {"mix": MIXES, "dims": [(32, 48), (30, 52)], "interleaved": [False, True]}
+
+
+@pytest.mark.parametrize("row", pairwise(NORMED), ids=str)
+def test_one_pass_of_norms(cuda, row):
     """To the byte: the forward as without norms, plus the weights once for each block; the backward
     reads gradients and rows once, plus the partial sums of its parts."""
+    (dtype, weight_dtype), (rotary_dim, head_dim) = row["mix"], row["dims"]
     case = Case(
         dtype, weight_dtype=weight_dtype, rotary_dim=rotary_dim, head_dim=head_dim, norms=BOTH,
-        positions="tokens", interleaved=interleaved, heads=6, key_heads=3, tokens=70,
+        positions="tokens", interleaved=row["interleaved"], heads=6, key_heads=3, tokens=70,
     )  # fmt: skip
     tensors = case.tensors()
     leaves = [tensors[name].requires_grad_() for name in LEAVES]
@@ -149,8 +150,7 @@ def test_no_order_of_blocks_shows(cuda, seed):
     expected = outputs_and_gradients(functional.rotary_embedding, case, case.tensors())
     cuda.set(seed=seed, multiprocessors=3)
     found = outputs_and_gradients(functional.rotary_embedding, case, case.tensors())
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(found, expected)
 
 
 def test_wider_rows_with_norms_are_refused(cuda):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -10,8 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import BF16, BOTH, DTYPES, F32, F64, Case
+from tests.rotary.cases import BOTH, DTYPES, Case
 from tests.support.allocations import allocated
+from tests.support.dtypes import BF16, F32, F64
+from tests.support.refused import assert_refused
+from tests.support.results import assert_equal
 
 RAW = torch.ops.onepass.rotary_forward_inplace
 
@@ -73,57 +77,12 @@ def test_heads_or_tokens_first(tokens_first, seq_first, norms):
 
 
 @everywhere
-@pytest.mark.isa
-@pytest.mark.parametrize("tokens_first", [False, True])
-def test_heads_of_one_projection(tokens_first):
-    """query, key and value are interleaved in one tensor; other memory stays unchanged."""
-    case = Case(heads=4, key_heads=2)
-    for shape, place in (((2, 8, 5, 32), 1), ((2, 4, 5, 4 * 32 + 5), None)):
-        rows = torch.randn(shape)
-        if tokens_first and place:
-            rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
-        before = rows.clone()
-        if place:
-            query, key = rows[:, :4], rows[:, 4:6]
-        else:  # by columns
-            query, key = rows[..., :32], rows[:, 1:3, :, 35:67]
-        untouched = torch.ones_like(rows, dtype=torch.bool)
-        checked(case, case.tensors() | {"query": query, "key": key})
-        if place:
-            untouched[:, :6] = False
-        else:
-            untouched[..., :32] = False
-            untouched[:, 1:3, :, 35:67] = False
-        assert torch.equal(rows[untouched], before[untouched])
-
-
-@everywhere
 def test_packed_sequences():
     """Three dimensions."""
-    query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
-    cos, sin = torch.randn(7, 16), torch.randn(7, 16)
+    cos, sin = torch.randn(2, 7, 16)
+    rows = {"query": torch.randn(12, 4, 16), "key": torch.randn(12, 2, 16)}
     positions = torch.cat([torch.arange(5), torch.arange(7)])
-    expected = functional.rotary_embedding(
-        query, key, cos, sin, seq_first=True, positions=positions
-    )
-    found = functional.rotary_embedding(
-        query, key, cos, sin, seq_first=True, positions=positions, inplace=True
-    )
-    assert found[0] is query and found[1] is key
-    assert torch.equal(query, expected[0]) and torch.equal(key, expected[1])
-
-
-@pytest.mark.parametrize("empty", ["batch", "heads", "tokens", "head_dim"])
-def test_empty(empty):
-    case = Case(**{empty: 0}, positions="batch")
-    checked(case, case.tensors())
-
-
-def test_dimensions_in_any_order():
-    case = Case(batch=2, heads=3, key_heads=2, tokens=5, head_dim=4)
-    query = torch.randn(5, 3, 2, 4).permute(2, 1, 0, 3)
-    key = torch.randn(2, 5, 2, 4).permute(2, 0, 1, 3)
-    checked(case, case.tensors() | {"query": query, "key": key})
+    checked(Case(seq_first=True), rows | {"cos": cos, "sin": sin, "positions": positions})
 
 
 def test_any_strides_are_judged_right():
@@ -184,16 +143,10 @@ def wrong_calls() -> dict:
         "key must have a place for each element, it is rotated in place, got shape (2, 4, 5, 8) "
         "with strides (40, 0, 8, 1)": {"key": expanded(2, 1, 5, 8)},
         "key must lie apart from query, which is rotated in place, got shared memory": (
-            {"query": rows, "key": rows}
-        ),
-        "key must lie apart from query, which is rotated in place, got shared memory ": (
             key_in_query
         ),
         "cos must lie apart from query, which is rotated in place, got shared memory": (
             {"query": rows, "cos": rows[0, 0]}
-        ),
-        "sin must lie apart from key, which is rotated in place, got shared memory": (
-            {"key": rows, "sin": rows[0, 0]}
         ),
         "query_weight must lie apart from query, which is rotated in place, got shared memory": (
             {"query": rows} | weight
@@ -201,31 +154,21 @@ def wrong_calls() -> dict:
         "positions must lie between 0 and 8, the last row of cos, got 9": (
             {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8), "positions": torch.full((5,), 9)}
         ),
-        "key must have shape (2, 4, 5, 8), got (2, 4, 5, 6)": {"key": torch.ones(2, 4, 5, 6)},
-        "weight_offset must be 0 without a weight, got 1": {"weight_offset": 1.0},
     }
 
 
-@pytest.mark.parametrize("message", wrong_calls())
-def test_messages(message):
-    tensors = Case(head_dim=8, key_heads=4).tensors() | wrong_calls()[message]
-    before = {name: t.clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-    for gradients in (False, True):
-        given = dict(tensors)
-        if gradients and "query" not in wrong_calls()[message] and "weight_offset" not in given:
-            given["query"] = tensors["query"].clone().requires_grad_().sin()
-        if gradients and "query_weight" in given:
-            continue
-        with pytest.raises(RuntimeError) as error:
-            functional.rotary_embedding(**given, inplace=True)
-        assert str(error.value) == f"rotary_embedding: {message.rstrip()}"
-    for name, tensor in before.items():
-        assert torch.equal(tensors[name], tensor), f"{name} was written"
-
-
-def test_a_wrong_type():
+@pytest.mark.parametrize("trained", [False, True])
+def test_messages(trained):
+    right = Case(head_dim=8, key_heads=4).tensors()
+    wrong = wrong_calls()
+    if trained:
+        right["query"] = right["query"].requires_grad_().sin()
+        # Norms are refused before other things.
+        wrong = {text: change for text, change in wrong.items() if "query_weight" not in change}
+    rotated = functools.partial(functional.rotary_embedding, inplace=True)
+    assert_refused(rotated, "rotary_embedding", right, wrong)
     with pytest.raises(TypeError, match="^rotary_embedding: inplace must be True or False, got st"):
-        functional.rotary_embedding(**Case().tensors(), inplace="yes")
+        functional.rotary_embedding(**right, inplace="yes")
 
 
 def test_negative_views_are_refused():
@@ -269,23 +212,7 @@ def test_gradients(as_views, dtype):
         return [*(x.detach().clone() for x in outputs),
                 *torch.autograd.grad(loss, list(leaves.values()))]  # fmt: skip
 
-    for ours, expected in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("wanted", BOTH)
-def test_a_gradient_of_one_alone(wanted):
-    case = Case()
-    leaves, tables = _leaves(case)
-    rows = {n: leaf.sin() if n == wanted else leaf.detach() for n, leaf in leaves.items()}
-    versions = {name: x._version for name, x in rows.items()}
-    functional.rotary_embedding(**rows, **tables, inplace=True)
-    assert all(x._version == versions[name] + 1 for name, x in rows.items())
-    assert {name: x.requires_grad for name, x in rows.items()} == {n: n == wanted for n in BOTH}
-    (found,) = torch.autograd.grad(rows[wanted].sum(), leaves[wanted])
-    outputs = functional.rotary_embedding(**{n: x.sin() for n, x in leaves.items()}, **tables)
-    (expected,) = torch.autograd.grad(outputs[BOTH.index(wanted)].sum(), leaves[wanted])
-    assert torch.equal(found, expected)
+    assert_equal(gradients(True), gradients(False))
 
 
 def test_nothing_of_the_rows_is_saved():
@@ -297,55 +224,10 @@ def test_nothing_of_the_rows_is_saved():
     assert [t.data_ptr() for t in saved] == kept * 2
 
 
-def test_what_others_had_saved_is_missed():
-    """As after any torch operator in place: the backward raises."""
-    leaves, tables = _leaves(Case(key_heads=0))
-    query = leaves["query"].exp()  # which keeps its result
-    functional.rotary_embedding(query, None, **tables, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        query.sum().backward()
-
-
-def _views(leaf: torch.Tensor) -> dict[str, torch.Tensor]:
-    node = leaf * 2
-    return {
-        "a leaf": leaf,
-        "a view of a leaf": leaf[:],
-        "a view that torch lets nobody modify": node.chunk(1, dim=1)[0],
-        "a view that torch lets nobody modify ": node.unbind(0)[0][None].expand(1, -1, -1, -1),
-        "": node,
-        " ": node[:],
-        "  ": leaf.detach(),
-    }
-
-
-@pytest.mark.parametrize("number", range(7))
-def test_refused_as_by_operators_of_torchs(number):
-    """Before anything is written, in query too if only the key is refused."""
-    case = Case(batch=1, heads=2, key_heads=2)
-    _, tables = _leaves(case)
-    made = list(_views(torch.randn(1, 2, 5, 32, requires_grad=True)))[number]
-    for name in BOTH:
-        leaf = torch.randn(1, 2, 5, 32, requires_grad=True)
-        x = _views(leaf)[made]
-        other = torch.randn(1, 2, 5, 32, requires_grad=True).sin()
-        rows = {"query": x, "key": other} if name == "query" else {"query": other, "key": x}
-        before, history = {n: t.clone() for n, t in rows.items()}, other.grad_fn
-        if not made.strip():
-            functional.rotary_embedding(**rows, **tables, inplace=True)
-            _views(leaf)[made].mul_(2)
-            continue
-        with pytest.raises(RuntimeError, match=r"leaf|view"):
-            _views(leaf)[made].mul_(2)
-        message = f"{name} must be the result of an operator to be written in place where a gradie"
-        with pytest.raises(
-            RuntimeError, match=f"^rotary_embedding: {message}.* got {made.strip()}"
-        ):
-            functional.rotary_embedding(**rows, **tables, inplace=True)
-        assert all(torch.equal(t, before[n]) for n, t in rows.items())
-        assert other.grad_fn is history
-        with torch.no_grad():
-            functional.rotary_embedding(**rows, **tables, inplace=True)
+@pytest.mark.parametrize("empty", ["batch", "heads", "tokens", "head_dim"])
+def test_empty(empty):
+    case = Case(**{empty: 0}, positions="batch")
+    checked(case, case.tensors())
 
 
 def test_norms_need_the_rows_for_their_backward():
@@ -362,21 +244,16 @@ def test_norms_need_the_rows_for_their_backward():
         assert not torch.equal(tensors["query"], before)
 
 
-@pytest.mark.parametrize("name", ["cos", "sin"])
-def test_tables_get_no_gradient(name):
-    tensors = Case().tensors()
-    tensors[name].requires_grad_()
-    before = tensors["query"].clone()
-    with pytest.raises(RuntimeError, match=f"^rotary_embedding: {name} must not require a gradie"):
-        functional.rotary_embedding(**tensors, inplace=True)
-    assert torch.equal(tensors["query"], before)
-
-
 # ---- compilers and transforms --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    "backend, gradients",
+    [
+        ("aot_eager", True),
+        *(pytest.param("inductor", trained, marks=pytest.mark.slow) for trained in (False, True)),
+    ],
+)
 def test_compile_fullgraph(backend, gradients):
     torch._dynamo.reset()
 
@@ -400,43 +277,35 @@ def test_compile_fullgraph(backend, gradients):
             assert torch.equal(ours, eager)
 
 
-def test_compiled_code_writes_into_its_inputs():
+class Rotated(torch.nn.Module):
+    def forward(self, query, key, cos, sin):
+        return functional.rotary_embedding(query, key, cos, sin, inplace=True)[0].sin()
+
+
+def exported(given: tuple, strict: bool):
+    return torch.export.export(Rotated(), given, strict=strict).module()
+
+
+PROGRAMS = {
+    "compiled": lambda given: torch.compile(Rotated(), fullgraph=True, backend="aot_eager"),
+    "exported": lambda given: exported(given, False),
+    "exported strictly": lambda given: exported(given, True),
+    "traced": lambda given: torch.jit.trace(Rotated(), given, check_trace=False),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_write_into_their_inputs(name):
     torch._dynamo.reset()
-    compiled = torch.compile(functional.rotary_embedding, fullgraph=True, backend="aot_eager")
     tensors = Case().tensors()
+    program = PROGRAMS[name](tuple(Case().tensors().values()))
     expected = functional.rotary_embedding(**tensors)
-    compiled(**tensors, inplace=True)
-    assert torch.equal(tensors["query"], expected[0]) and torch.equal(tensors["key"], expected[1])
-    with pytest.raises(RuntimeError, match="query must have a place for each element"):
-        compiled(**tensors | {"query": tensors["query"][:1].expand(2, -1, -1, -1)}, inplace=True)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_write_into_their_inputs(strict):
-    class Model(torch.nn.Module):
-        def forward(self, query, key, cos, sin):
-            functional.rotary_embedding(query, key, cos, sin, inplace=True)
-            return query.sin()
-
-    program = torch.export.export(Model(), (), Case().tensors(), strict=strict)
-    tensors = Case().tensors()
-    expected = functional.rotary_embedding(**tensors)
-    output = program.module()(**tensors)
-    assert torch.equal(output, expected[0].sin())
-    assert torch.equal(tensors["query"], expected[0]) and torch.equal(tensors["key"], expected[1])
-
-
-def test_traces_write_into_their_inputs():
-    tensors = Case().tensors()
-    given = tuple(tensors.values())
-
-    def function(query, key, cos, sin):
-        return functional.rotary_embedding(query, key, cos, sin, inplace=True)
-
-    traced = torch.jit.trace(function, tuple(t.clone() for t in given), check_trace=False)
-    expected = functional.rotary_embedding(*given)
-    traced(*given)
-    assert torch.equal(given[0], expected[0]) and torch.equal(given[1], expected[1])
+    assert torch.equal(program(*tensors.values()), expected[0].sin())
+    assert_equal((tensors["query"], tensors["key"]), expected)
+    if name == "compiled":
+        tensors["query"] = tensors["query"][:1].expand(2, -1, -1, -1)
+        with pytest.raises(RuntimeError, match="query must have a place for each element"):
+            program(*tensors.values())
 
 
 def test_transforms_are_refused_before_anything_is_written():

@@ -7,106 +7,28 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import (
-    BF16,
-    BOTH,
-    F32,
-    F64,
-    Case,
-    check,
-    check_tensors,
-    outputs_and_gradients,
-)
+from tests.rotary.cases import BOTH, Case, check, check_tensors, outputs_and_gradients
+from tests.support.dtypes import BF16, F32, F64
 
-pytestmark = everywhere
+pytestmark = [everywhere, pytest.mark.isa]
 dtypes = pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+normed = pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
 
 
-@pytest.mark.isa
 @dtypes
 @pytest.mark.parametrize("seq_first", [False, True])
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 def test_heads_or_tokens_first(dtype, norms, tokens_first, seq_first):
     case = Case(dtype, tokens_first=tokens_first, seq_first=seq_first, norms=norms)
-    check_tensors(case, case.tensors())
     tensors = case.tensors()
+    check_tensors(case, tensors)
     outputs = functional.rotary_embedding(**tensors, **case.options)
     for name, output in zip(("query", "key"), outputs, strict=True):
         assert output.stride() == tensors[name].stride()
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-@pytest.mark.parametrize("tokens_first", [False, True])
-def test_slices_of_one_projection(tokens_first, norms):
-    """query, key and value in one tensor; results are dense and in its order."""
-    case = Case(heads=4, key_heads=2, norms=norms)
-    batch, tokens, head_dim = case.batch, case.tokens, case.head_dim
-    rows = torch.randn(batch, tokens, 8, head_dim) if tokens_first else torch.randn(
-        batch, 8, tokens, head_dim)  # fmt: skip
-    rows = rows.transpose(1, 2) if tokens_first else rows
-    tensors = case.tensors() | {"query": rows[:, :4], "key": rows[:, 4:6]}
-    check_tensors(case, tensors)
-    query, key = functional.rotary_embedding(**tensors, **case.options)
-    for output in (query, key):
-        dense = output.transpose(1, 2) if tokens_first else output
-        assert dense.is_contiguous()
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-def test_far_and_expanded_strides(norms):
-    case = Case(batch=3, table_batch=3, norms=norms)
-    tensors = case.tensors()
-    for name, tensor in tensors.items():
-        far = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 13), float("nan"))
-        far[..., 3 : 3 + tensor.shape[-1]] = tensor
-        tensors[name] = far[..., 3 : 3 + tensor.shape[-1]]
-    check_tensors(case, tensors)
-    tensors = case.tensors()
-    tensors["query"] = tensors["query"][:1, :, :1].expand_as(tensors["query"])
-    tensors["cos"] = tensors["cos"][:1].expand(3, -1, -1)
-    tensors["sin"] = tensors["sin"][:, :1].expand(3, case.tokens, -1)
-    check_tensors(case, tensors)
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-def test_columns_that_are_not_dense_are_copied(norms):
-    case = Case(norms=norms)
-    tensors = {n: t.mT.contiguous().mT if t.dim() > 1 else t for n, t in case.tensors().items()}
-    assert tensors["query"].stride(-1) > 1 and tensors["cos"].stride(-1) > 1
-    check_tensors(case, tensors)
-    wide = {n: t.repeat_interleave(2, -1)[..., ::2] for n, t in case.tensors().items()}
-    check_tensors(case, wide)
-
-
-@pytest.mark.isa
-@dtypes
-def test_memory_that_begins_anywhere(dtype):
-    case = Case(dtype, norms=BOTH)
-    for shifted in case.tensors():
-        tensors = case.tensors()
-        x = tensors[shifted]
-        tensors[shifted] = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
-        check_tensors(case, tensors)
-
-
-@pytest.mark.isa
-def test_strided_positions():
-    case = Case(positions="batch")
-    tensors = case.tensors()
-    for positions in (
-        torch.randint(11, (2, 10))[:, ::2],
-        torch.randint(11, (5, 2)).t(),
-        torch.randint(11, (1, 5)),
-        torch.randint(11, (1, 5)).expand(2, 5),
-    ):
-        check_tensors(case, tensors | {"positions": positions})
-
-
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+@normed
 @pytest.mark.parametrize("positions", ["", "batch"])
 @pytest.mark.parametrize("empty", ["batch", "heads", "key_heads", "tokens", "head_dim"])
 def test_empty(empty, positions, norms):
@@ -124,20 +46,6 @@ def test_empty(empty, positions, norms):
         assert not any(weight.any() for weight in weights)
 
 
-def test_upstream_gradients_of_any_layout():
-    case = Case()
-    tensors = case.tensors()
-    query = tensors.pop("query").requires_grad_()
-    del tensors["key"]
-    output, _ = functional.rotary_embedding(query, None, **tensors)
-    dense = torch.randn(output.shape)
-    for upstream in (dense.mT.contiguous().mT, dense[:1].expand_as(dense), dense.transpose(1, 2)
-                     .contiguous().transpose(1, 2)):  # fmt: skip
-        found = torch.autograd.grad(output, query, upstream, retain_graph=True)
-        expected = torch.autograd.grad(output, query, upstream.contiguous(), retain_graph=True)
-        assert torch.equal(*found, *expected)
-
-
 def test_without_a_batch():
     case = Case(batch=1)
     tensors = case.tensors()
@@ -148,23 +56,6 @@ def test_without_a_batch():
         assert torch.equal(one, other[0])
 
 
-def test_one_token_of_a_decoding_step():
-    check(Case(tokens=1, tokens_first=True, positions="batch"))
-
-
-def test_one_token_of_a_decoding_step_after_norms():
-    check(Case(tokens=1, tokens_first=True, positions="batch", norms=BOTH))
-
-
-def test_upstream_gradients_of_any_layout_after_norms():
-    case = Case(norms=BOTH)
-    tensors = case.tensors()
-    leaves = [tensors[name].requires_grad_() for name in ("query", "query_weight")]
-    output, _ = functional.rotary_embedding(**tensors)
-    dense = torch.randn(output.shape)
-    for upstream in (dense.mT.contiguous().mT, dense[:1].expand_as(dense), dense.transpose(1, 2)
-                     .contiguous().transpose(1, 2)):  # fmt: skip
-        found = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
-        expected = torch.autograd.grad(output, leaves, upstream.contiguous(), retain_graph=True)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+@normed
+def test_one_token_of_a_decoding_step(norms):
+    check(Case(tokens=1, tokens_first=True, positions="batch", norms=norms))

@@ -6,13 +6,14 @@ Their result in their own dtype is the base of the numerics rule, in float64 the
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 
 import pytest
 import torch
 
-from onepass import functional, numerics
-from tests.rotary.cases import BF16, F16, F32
+from onepass import functional, numerics, reference
+from tests.support.dtypes import BF16, F16, F32
 
 pytest.importorskip("transformers", reason="compares with the models of transformers")
 
@@ -40,11 +41,11 @@ def moved_apart(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
-def llama(name):
+def llama(name, **options):
     def theirs(q, k, cos, sin):
         return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
 
-    return theirs, functional.rotary_embedding
+    return theirs, functools.partial(functional.rotary_embedding, **options)
 
 
 def with_the_rest(q, k, rotary_dim, function):
@@ -59,16 +60,6 @@ def phi():
         return with_the_rest(q, k, cos.shape[-1], lambda q, k: apply(q, k, cos, sin))
 
     return theirs, functional.rotary_embedding
-
-
-def interleaved_of(name):
-    def theirs(q, k, cos, sin):
-        return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
-
-    def ours(q, k, cos, sin):
-        return functional.rotary_embedding(q, k, cos, sin, interleaved=True)
-
-    return theirs, ours
 
 
 def deepseek_v3():
@@ -107,20 +98,15 @@ MODELS = {
     "gemma3": (llama("gemma3"), HEAD_DIM, False),
     "gpt_neox": (llama("gpt_neox"), HEAD_DIM // 4, False),
     "phi": (phi(), HEAD_DIM // 2, False),
-    "cohere": (interleaved_of("cohere"), HEAD_DIM, True),
+    "cohere": (llama("cohere", interleaved=True), HEAD_DIM, True),
     "deepseek_v3": (deepseek_v3(), HEAD_DIM, False),
     "deepseek_v2": (deepseek_v2(), HEAD_DIM, True),
 }
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_as_the_model_does(name, dtype, tokens_first):
-    (theirs, ours), rotary_dim, repeats = MODELS[name]
-    table_dtype = F32 if name == "deepseek_v2" else dtype
-    cos, sin = tables(rotary_dim, repeats, table_dtype)
+def compare(text: str, dtype, tokens_first: bool, tables: list, functions: tuple, norms=()) -> None:
+    """Outputs, and gradients of rows and of the weights of norms, by functions of (query, key, cos,
+    sin, *norms): ours, what is exact in float64, and the model's."""
     rows = []
     for heads in (HEADS, KEY_HEADS):
         x = torch.randn(BATCH, heads, TOKENS, HEAD_DIM).to(dtype)
@@ -128,68 +114,7 @@ def test_as_the_model_does(name, dtype, tokens_first):
     upstream = [torch.randn(x.shape).to(dtype) for x in rows]
 
     def results(function, wide=False):
-        given = [x.double() if wide else x for x in (*rows, cos, sin)]
-        leaves = [x.detach().requires_grad_() for x in given[:2]]
-        outputs = function(*leaves, *given[2:])
-        pairs = [g.to(x.dtype) for g, x in zip(upstream, outputs, strict=True)]
-        return [*outputs, *torch.autograd.grad(outputs, leaves, pairs)]
-
-    definition = theirs
-    if name in ("cohere", "deepseek_v2", "gemma3"):  # some compute in float32 for any input
-        definition = _formula(repeats)
-    found = zip(results(ours), results(definition, wide=True), results(theirs), strict=True)
-    for number, each in enumerate(found):
-        assert each[0].dtype is dtype
-        numerics.assert_close(*each, f"{name} {dtype} result {number}")
-
-
-def _formula(interleaved: bool):
-    from onepass.reference import rotary
-
-    def formula(q, k, cos, sin):
-        return rotary.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
-
-    return formula
-
-
-def _with_norms(name):
-    """(norms of the model, their names for ours): weights that are not 1, or not 0."""
-    norm = getattr(of_model(name), {"qwen3": "Qwen3RMSNorm", "gemma3": "Gemma3RMSNorm"}[name])
-    modules = [norm(HEAD_DIM, eps=1e-6) for _ in range(2)]
-    with torch.no_grad():
-        for module in modules:
-            module.weight.add_(torch.randn(HEAD_DIM) / 4)
-    return modules
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("name, offset", [("qwen3", 0.0), ("gemma3", 1.0)])
-def test_norms_as_the_model_has_them(name, offset, dtype, tokens_first):
-    """Outputs, and gradients of rows and weights."""
-    cos, sin = tables(HEAD_DIM, False, dtype)
-    norms = [module.to(dtype) for module in _with_norms(name)]
-    rows = []
-    for heads in (HEADS, KEY_HEADS):
-        x = torch.randn(BATCH, heads, TOKENS, HEAD_DIM).to(dtype)
-        rows.append(x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x)
-    upstream = [torch.randn(x.shape).to(dtype) for x in rows]
-
-    def theirs(q, k, cos, sin, *modules):
-        q, k = (norm(x) for norm, x in zip(modules, (q, k), strict=True))
-        return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
-
-    def fused(function):
-        def of(q, k, cos, sin, *modules):
-            weights = dict(zip(("query_weight", "key_weight"), (m.weight for m in modules),
-                               strict=True))  # fmt: skip
-            return function(q, k, cos, sin, **weights, eps=1e-6, weight_offset=offset)
-
-        return of
-
-    def results(function, wide=False):
-        given = [x.double() if wide else x for x in (*rows, cos, sin)]
+        given = [x.double() if wide else x for x in (*rows, *tables)]
         modules = [copy.deepcopy(norm).to(torch.float64 if wide else dtype) for norm in norms]
         leaves = [x.detach().requires_grad_() for x in given[:2]]
         outputs = function(*leaves, *given[2:], *modules)
@@ -197,73 +122,59 @@ def test_norms_as_the_model_has_them(name, offset, dtype, tokens_first):
         pairs = [g.to(x.dtype) for g, x in zip(upstream, outputs, strict=True)]
         return [*outputs, *torch.autograd.grad(outputs, leaves, pairs)]
 
-    # The models' norms compute in float32 for any input: the reference is the formula.
-    exact = results(
-        fused(importlib.import_module("onepass.reference.rotary").rotary_embedding), True
-    )
-    found = zip(results(fused(functional.rotary_embedding)), exact, results(theirs), strict=True)
+    ours, exact, theirs = functions
+    found = zip(results(ours), results(exact, wide=True), results(theirs), strict=True)
     for number, each in enumerate(found):
         assert each[0].dtype is dtype
-        numerics.assert_close(*each, f"{name} {dtype} result {number}")
+        numerics.assert_close(*each, f"{text} {dtype} result {number}")
 
 
+@pytest.mark.isa
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_order_of_columns_changes_no_score(name):
-    """Scores are the same: ours keeps the order of columns, some models change it."""
-    (theirs, _), rotary_dim, repeats = MODELS[name]
-    interleaved = repeats or name == "deepseek_v3"
-    cos, sin = tables(rotary_dim, repeats, F32)
-    given = tables(rotary_dim, interleaved, F32)
-    q, k = (torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM) for _ in range(2))
-
-    def scores(rotated):
-        query, key = rotated
-        return query @ key.mT
-
-    found = scores(functional.rotary_embedding(q, k, *given, interleaved=interleaved))
-    exact = _formula(interleaved)(*(x.double() for x in (q, k, *given)))
-    numerics.assert_close(found, scores(exact), scores(theirs(q, k, cos, sin)), name)
+def test_as_the_model_does(name, dtype, tokens_first):
+    (theirs, ours), rotary_dim, repeats = MODELS[name]
+    cos_and_sin = tables(rotary_dim, repeats, F32 if name == "deepseek_v2" else dtype)
+    exact = theirs
+    if name in ("cohere", "deepseek_v2", "gemma3"):  # some compute in float32 for any input
+        exact = _formula(repeats)
+    compare(name, dtype, tokens_first, cos_and_sin, (ours, exact, theirs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gemma3"])
-def test_a_tiny_model_trains_alike(name, monkeypatch):
-    """With our function in place of the model's: the same loss and gradients."""
-    import transformers
+def _formula(interleaved: bool):
+    def formula(q, k, cos, sin):
+        return reference.rotary.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
 
-    module = of_model(name)
-    configs = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gpt_neox": "GPTNeoXConfig",
-               "gemma3": "Gemma3TextConfig"}  # fmt: skip
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50)
-    heads = dict(num_attention_heads=4)
-    if name != "gpt_neox":
-        heads |= dict(num_key_value_heads=2, head_dim=8)
-    config = getattr(transformers, configs[name])(**sizes, **heads, pad_token_id=0)
-    calls = []
+    return formula
 
-    def ours(q, k, cos, sin, *_, **__):
-        calls.append(q.shape)
-        return functional.rotary_embedding(q, k, cos, sin)
 
-    def loss_and_gradients(model, tokens):
-        model.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+@pytest.mark.isa
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    "name, cls, offset", [("qwen3", "Qwen3RMSNorm", 0.0), ("gemma3", "Gemma3RMSNorm", 1.0)]
+)
+def test_norms_as_the_model_has_them(name, cls, offset, dtype, tokens_first):
+    """Weights that are not 1, or not 0. The models' norms compute in float32 for any input: the
+    formula is exact."""
+    norms = [getattr(of_model(name), cls)(HEAD_DIM, eps=1e-6) for _ in range(2)]
+    with torch.no_grad():
+        for module in norms:
+            module.to(dtype).weight.add_(torch.randn(HEAD_DIM) / 4)
 
-    def draw(seed):
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        tokens = torch.randint(50, (2, 11))
-        exact = loss_and_gradients(copy.deepcopy(model).double(), tokens)
-        stock = loss_and_gradients(model, tokens)
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "apply_rotary_pos_emb", ours)
-            return loss_and_gradients(model, tokens), exact, stock
+    def theirs(q, k, cos, sin, *modules):
+        q, k = (norm(x) for norm, x in zip(modules, (q, k), strict=True))
+        return of_model(name).apply_rotary_pos_emb(q, k, cos, sin)
 
-    draws = [draw(seed) for seed in range(4)]
-    assert len(calls) == 2 * len(draws)
-    for found, exact, stock in zip(
-        *(zip(*x, strict=True) for x in zip(*draws, strict=True)), strict=True
-    ):
-        numerics.assert_close(found, exact, stock, name)
+    def fused(function):
+        def of(q, k, cos, sin, query_norm, key_norm):
+            weights = {"query_weight": query_norm.weight, "key_weight": key_norm.weight}
+            return function(q, k, cos, sin, **weights, eps=1e-6, weight_offset=offset)
+
+        return of
+
+    ours, exact = map(fused, (functional.rotary_embedding, reference.rotary.rotary_embedding))
+    cos_and_sin = tables(HEAD_DIM, False, dtype)
+    compare(name, dtype, tokens_first, cos_and_sin, (ours, exact, theirs), norms)

@@ -7,8 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional, numerics, reference
-from tests.rotary.cases import BF16, BOTH, DTYPES, F16, F32, Case
+from tests.rotary.cases import BOTH, DTYPES, Case
 from tests.support.allocations import allocated
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.results import assert_equal
 
 
 @pytest.mark.parametrize("norms", [("key",), BOTH], ids=str)
@@ -44,26 +46,16 @@ def test_second_derivatives_of_norms(dtype, norms):
         numerics.assert_close(*each, name)
 
 
-def test_what_is_saved():
-    """Not query and key, which can be freed."""
+@pytest.mark.parametrize("norms", [(), ("query",)], ids=str)
+def test_what_is_saved(norms):
+    """Not query and key, which can be freed; with a norm its input, nothing else of its size."""
     saved = []
-    tensors = Case(tokens=50, positions="batch").tensors()
+    tensors = Case(tokens=50, positions="batch", norms=norms).tensors()
     tensors["query"].requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.rotary_embedding(**tensors)
-    kept = [tensors[name].data_ptr() for name in ("cos", "sin", "positions")]
-    assert [t.data_ptr() for t in saved] == kept
-
-
-def test_what_is_saved_with_norms():
-    """The input rows, and nothing else of that size."""
-    saved = []
-    tensors = Case(tokens=50, positions="batch", norms=("query",)).tensors()
-    tensors["query"].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        functional.rotary_embedding(**tensors)
-    kept = [tensors[n].data_ptr() for n in ("query", "query_weight", "cos", "sin", "positions")]
-    assert [t.data_ptr() for t in saved] == kept
+    names = ("query", "query_weight")[: 2 * len(norms)] + ("cos", "sin", "positions")
+    assert [t.data_ptr() for t in saved] == [tensors[name].data_ptr() for name in names]
 
 
 def test_the_norm_is_that_of_rms_norm():
@@ -74,8 +66,7 @@ def test_the_norm_is_that_of_rms_norm():
     for name in BOTH:
         weight = tensors.pop(f"{name}_weight")
         tensors[name] = functional.rms_norm(tensors[name], weight.shape, weight, **options)
-    for one, other in zip(ours, functional.rotary_embedding(**tensors), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(ours, functional.rotary_embedding(**tensors))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "cos", "sin"])
@@ -102,31 +93,6 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
         ours = functional.rotary_embedding(**tensors)
         stock = reference.rotary.rotary_embedding(**tensors)
     assert [x.dtype for x in ours] == [x.dtype for x in stock] == [dtype] * 2
-
-
-def test_compile_says_that_tables_get_no_gradient():
-    tensors = Case().tensors()
-    tensors["cos"].requires_grad_()
-    compiled = torch.compile(functional.rotary_embedding, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="cos must not require a gradient"):
-        compiled(**tensors)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-def test_vmap_over_any_argument(norms):
-    case = Case(positions="batch", norms=norms)
-    tensors = case.tensors()
-    for name, tensor in tensors.items():
-        stacked = torch.stack([tensor, tensor.flip(0), tensor.roll(1, 0)])
-
-        def of(sample, name=name):
-            return functional.rotary_embedding(**tensors | {name: sample})
-
-        ours = torch.vmap(of)(stacked)
-        for number, sample in enumerate(stacked):
-            for mapped, alone in zip(ours, of(sample), strict=True):
-                assert torch.equal(mapped[number], alone)
 
 
 @pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])

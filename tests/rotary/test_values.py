@@ -7,18 +7,8 @@ import torch
 
 from onepass import functional
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import (
-    BF16,
-    BOTH,
-    DTYPES,
-    F16,
-    F32,
-    F64,
-    Case,
-    check,
-    check_tensors,
-    outputs_and_gradients,
-)
+from tests.rotary.cases import BOTH, DTYPES, Case, check, check_tensors, outputs_and_gradients
+from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = [everywhere, pytest.mark.isa]
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -62,38 +52,6 @@ def test_tables_of_a_batch(table_batch, interleaved):
     check(Case(batch=3, table_batch=table_batch, interleaved=interleaved))
 
 
-@pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 0), (9, 8), (2, 5), (40, 1)])
-def test_any_number_of_heads(heads, key_heads):
-    check(Case(heads=heads, key_heads=key_heads))
-
-
-def test_many_tokens():
-    """Several blocks, the last incomplete, with any number of threads."""
-    case = Case(batch=3, heads=5, key_heads=1, tokens=77, head_dim=64)
-    check(case)
-    tensors = case.tensors()
-    expected = functional.rotary_embedding(**tensors)
-    for threads in (2, 3, 5):
-        torch.set_num_threads(threads)
-        for one, other in zip(functional.rotary_embedding(**tensors), expected, strict=True):
-            assert torch.equal(one, other)
-
-
-def test_16_bit_results_are_unbiased():
-    check(Case(BF16, tokens=64, head_dim=64))
-    check(Case(F16, tokens=64, head_dim=64))
-
-
-@pairings
-def test_the_backward_is_the_inverse_where_columns_of_a_pair_agree(interleaved):
-    angle = torch.randn(5, 16, dtype=F64)
-    query = torch.randn(2, 4, 5, 32, dtype=F64, requires_grad=True)
-    options = {"interleaved": interleaved, "rotary_dim": 32}
-    turned, _ = functional.rotary_embedding(query, None, angle.cos(), angle.sin(), **options)
-    (back,) = torch.autograd.grad(turned, query, turned)
-    torch.testing.assert_close(back, query)
-
-
 def test_packed_sequences():
     """Tokens of all sequences one after the other, with positions that restart."""
     query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
@@ -108,15 +66,6 @@ def test_packed_sequences():
                 x[None, rows], None, cos[:length], sin[:length], seq_first=True
             )
             assert torch.equal(one[0], y[rows])
-
-
-def test_results_do_not_depend_on_what_else_is_there():
-    case = Case(batch=3, heads=5, key_heads=2, tokens=70, head_dim=40)
-    tensors = case.tensors()
-    whole = functional.rotary_embedding(**tensors)
-    query, cos, sin = (tensors[name] for name in ("query", "cos", "sin"))
-    alone, _ = functional.rotary_embedding(query[1:2, 3:4, 50:51], None, cos[50:51], sin[50:51])
-    assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])
 
 
 # ---- norms before the rotation -------------------------------------------------------------------
@@ -157,24 +106,32 @@ def test_weights_of_another_dtype(dtype, weight_dtype):
     check(Case(dtype, norms=BOTH, weight_dtype=weight_dtype, table_dtype=F32, weight_offset=1.0))
 
 
-@pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 0), (9, 8), (2, 5), (40, 1)])
-def test_norms_of_any_number_of_heads(heads, key_heads):
-    norms = BOTH if key_heads else ("query",)
-    check(Case(heads=heads, key_heads=key_heads, norms=norms, positions="batch"))
-
-
 @pytest.mark.parametrize("head_dim", [2, 256, 512])
 def test_norms_of_narrow_and_wide_heads(head_dim):
     check(Case(head_dim=head_dim, rotary_dim=head_dim // 2 * 2, norms=BOTH))
     check(Case(BF16, head_dim=head_dim, rotary_dim=head_dim // 4 * 2, norms=BOTH))
 
 
+# ---- with and without norms ----------------------------------------------------------------------
+
+normed = pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
+
+
+@normed
+@pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 0), (9, 8), (2, 5), (40, 1)])
+def test_any_number_of_heads(heads, key_heads, norms):
+    norms = norms if key_heads else norms[:1]
+    check(Case(heads=heads, key_heads=key_heads, norms=norms, positions="batch"))
+
+
+@normed
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_norms_of_many_rows(dtype, tokens_first):
-    """Several chunks of several blocks and runs, the last incomplete: the sums for the weights are
-    the same bits for any number of threads."""
-    case = Case(dtype, batch=3, heads=9, key_heads=3, tokens=177, head_dim=64, norms=BOTH,
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_many_rows(dtype, tokens_first, norms):
+    """Several chunks of several blocks and runs, the last incomplete; sums for the weights, too,
+    are the same bits for any number of threads. Enough for the bias of 16-bit results."""
+    case = Case(dtype, batch=3, heads=9, key_heads=3, tokens=177, head_dim=64, norms=norms,
                 tokens_first=tokens_first)  # fmt: skip
     tensors = case.tensors()
     check_tensors(case, tensors)
@@ -182,21 +139,4 @@ def test_norms_of_many_rows(dtype, tokens_first):
     for threads in (2, 3, 5):
         torch.set_num_threads(threads)
         found = outputs_and_gradients(functional.rotary_embedding, case, tensors)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
-
-
-def test_normed_16_bit_results_are_unbiased():
-    check(Case(BF16, tokens=64, head_dim=64, norms=BOTH))
-    check(Case(F16, tokens=64, head_dim=64, norms=BOTH))
-
-
-def test_a_row_does_not_depend_on_the_others():
-    case = Case(batch=3, heads=5, key_heads=2, tokens=70, head_dim=40, norms=BOTH)
-    tensors = case.tensors()
-    whole = functional.rotary_embedding(**tensors)
-    query, cos, sin = (tensors[name] for name in ("query", "cos", "sin"))
-    alone, _ = functional.rotary_embedding(
-        query[1:2, 3:4, 50:51], None, cos[50:51], sin[50:51], query_weight=tensors["query_weight"]
-    )
-    assert torch.equal(alone, whole[0][1:2, 3:4, 50:51])
+        assert all(map(torch.equal, found, expected))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ def assert_close(draws: Sequence[tuple[Results, Results, Results]], text: str) -
         numerics.assert_close(*three, f"{text}: {name}")
 
 
+def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def assert_same_bits(found: Results, expected: Results, text: str = "") -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -45,3 +50,8 @@ def bits(tensor: Tensor) -> Tensor:
     """The bits of each element, as an integer."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().resolve_neg().contiguous().view(integers)
+
+
+def kinds(tensor: Tensor) -> Tensor:
+    """0: finite, 1: NaN, 2 and 3: the infinities."""
+    return tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3

@@ -315,10 +315,10 @@ def _group_norms():
 
 def _gates():
     def two():
-        return {"gate": randn(6, 40), "up": randn(6, 40, seed=1)}
+        return {"gate": randn(2, 3, 40), "up": randn(2, 3, 40, seed=1)}
 
     def halves():
-        return {"gate": randn(6, 40)}
+        return {"gate": randn(2, 3, 40)}
 
     def public(name, *options, **keywords):
         function = getattr(functional, name)
@@ -343,7 +343,7 @@ def _gates():
         return lambda **tensors: flat(op(**tensors, **dict(options)))
 
     def upstream():
-        return {"doutput": randn(6, 40, seed=2)} | two()
+        return {"doutput": randn(2, 3, 40, seed=2)} | two()
 
     options = ("activation_kind", 3), ("gate_last", False)
     for op in (RAW.gate_forward, RAW.gate_forward_check):

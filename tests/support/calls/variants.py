@@ -158,7 +158,7 @@ def causal_convolutions() -> Iterator[Call]:
 
 def linears() -> Iterator[Call]:
     layer = {"weight": randn(5, 8), "bias": randn(5, seed=1)}
-    for rows, names in itertools.product(((), (3,), (2, 3)), (("weight",), tuple(layer))):
+    for rows, names in itertools.product(((), (3,), (2, 13)), (("weight",), tuple(layer))):
         given = {"input": randn(*rows, 8, seed=2)} | _some(layer, *names)
         yield variant(f"linear of {rows} rows, {names}", functional.linear,
                       grows={"input": tuple(range(len(rows)))}, **given)  # fmt: skip
