@@ -62,7 +62,7 @@ def test_the_loss_and_its_gradients(name, lazy, dtype):
     assert model.loss_function is losses.causal_lm_loss
     output = model(**batch)
     assert waits(output.logits) is lazy and type(output).__name__ == type(stock(**batch)).__name__
-    assert count(lambda: model(**batch)) == lazy
+    assert count(lambda: model(**batch)) == 1
     numerics.assert_close(  # where somebody reads them
         output.logits.detach() + 0,
         copy.deepcopy(stock).double()(**batch).logits.detach(),

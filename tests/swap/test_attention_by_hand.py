@@ -330,6 +330,17 @@ def test_no_proof_fails_by_chance(monkeypatch):
         assert not fate(ours).reason, (seed, fate(ours).reason)
 
 
+@pytest.mark.parametrize("factor", [1.001, 1.1])
+def test_a_call_that_computes_another_thing_is_refused(factor, monkeypatch):
+    one_call = by_hand_proof._as_one_call
+    monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
+    monkeypatch.setattr(by_hand_proof, "_as_one_call", lambda *given: one_call(*given) * factor)
+    stock, ours = swapped(cases.Shortest)
+    assert_same(stock, ours, [tokens()])
+    assert fate(ours).taken == 0
+    assert "differs from that of one call of attention" in fate(ours).reason
+
+
 @pytest.mark.parametrize("std", [0.02, 0.3])
 def test_many_keys_with_small_scores_are_taken(std, monkeypatch):
     """As of a model that is not trained yet."""

@@ -41,4 +41,5 @@ class GroupNorm(torch.nn.GroupNorm):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activation={self.activation!r}"
+        plain = super().extra_repr()
+        return plain if self.activation is None else f"{plain}, activation={self.activation!r}"
