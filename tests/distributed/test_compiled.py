@@ -247,6 +247,21 @@ def test_a_loss_without_logits_of_other_numbers_of_rows():
             numerics.assert_close(whole(mine.grad), right, stock, case=f"{rows} rows")
 
 
+@on_ranks(2)
+def test_a_loss_of_classes_in_parts_with_dynamic_numbers():
+    """A compiler makes symbols of numbers, and each value has a graph of its own."""
+    mesh, whole_logits, target = mesh_of((2,)), torch.randn(6, 8), torch.arange(6)
+    torch._dynamo.reset()
+    loss = torch.compile(functional.cross_entropy, fullgraph=True, dynamic=True, backend="eager")
+    for smoothing in (0.1, 0.2):
+        options = dict(label_smoothing=smoothing, softcap=3 * smoothing, z_loss=smoothing)
+        logits = spread(whole_logits, mesh, [Shard(1)]).requires_grad_()
+        found = loss(logits, target, **options)
+        right = functional.cross_entropy(whole_logits, target, **options)
+        torch.testing.assert_close(whole(found), right)
+        found.backward()
+
+
 def body_of_streams(shape, placements):
     torch._dynamo.reset()
     drop = torch.compile(functional.dropout, fullgraph=True, backend="aot_eager")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from onepass._ops import linear_loss, loss
+from onepass._ops.differentiation import constant
 from onepass._ops.rotary import rotary
 from onepass.distributed import losses
 from onepass.distributed.tensors import Layout, Names, Parts
@@ -336,8 +337,10 @@ def _overwritten(call: Given) -> frozenset[str]:
 
 
 def _options(call: Mapping[str, object]) -> losses.Options:
-    names = ("ignore_index", "label_smoothing", "softcap", "z_loss")
-    return losses.Options(*(call[name] for name in names))
+    numbers = [call[name] for name in ("label_smoothing", "softcap", "z_loss")]
+    if torch.compiler.is_compiling():  # they choose what is computed
+        numbers = map(constant, numbers)
+    return losses.Options(call["ignore_index"], *numbers)
 
 
 def _of_logits(call: Mapping[str, object], classes: losses.Classes) -> Tensor:
