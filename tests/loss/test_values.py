@@ -32,6 +32,15 @@ def test_values_and_gradients(executor, dtype, option):
     check(*(make(1, 2053, dtype, **OPTIONS[option], seed=seed) for seed in draws))
 
 
+@options
+def test_larger_logits_in_later_tiles(option):
+    """The sums of earlier tiles, of exponentials and of logits, are those below the new maximum."""
+    cases = [make(2, 4200, **OPTIONS[option], ignored=False, seed=seed) for seed in range(8)]
+    for case in cases:
+        case.input = case.input.sort(-1).values
+    check(*cases)
+
+
 @everywhere
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 4.0])

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     *_of(
         "csrc/cpu/linear/",
-        "tests/linear",
+        "tests/linear tests/loss",
         ("product.cpp", "k > 0 || args_.accumulate ? out : nullptr", "k > 0 ? out : nullptr"),
         (
             "product.cpp",
