@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.calls import CALLS
 from tests.support.seeds import set_seed
@@ -36,6 +37,34 @@ def test_results_require_a_gradient_only_if_they_have_one(name, argument):
         if result.requires_grad:
             (gradient,) = torch.autograd.grad(result.sin().sum(), leaf, retain_graph=True)
             assert gradient.any()
+
+
+class Zeros(TorchDispatchMode):
+    """Counts tensors of zeros that autograd makes in place of gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.zeros.default
+        return function(*args, **(kwargs or {}))
+
+
+# A module's results may be views of torch's.
+FUNCTIONS = dict.fromkeys(name for name, _ in ARGUMENTS if not name.startswith("nn."))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_result_that_nobody_uses_gets_no_zeros(name):
+    call = CALLS[name]
+    given = call.tensors()
+    leaves = [given[argument].requires_grad_() for argument in call.wanted(given)]
+    set_seed(3)
+    for result in call.run(**given):
+        if result.requires_grad:
+            upstream = torch.ones_like(result)
+            with Zeros() as zeros:
+                torch.autograd.grad(result, leaves, upstream, retain_graph=True, allow_unused=True)
+            assert zeros.count == 0
 
 
 def test_every_operator_with_several_results_is_here():

@@ -191,8 +191,8 @@ FAULTS = [
         ("_ops/operator.py", 'saving=call("True"),', 'saving=call("False"),'),
         (
             "_ops/decomposition.py",
-            "if isinstance(value, Tensor) or value:",
-            "if isinstance(value, Tensor):",
+            "if any(given.get(name) is not None for name in unless):",
+            "if False:",
         ),
         ("_mapping.py", " or any(arguments[place] is not None for place in unless):", ":"),
         ("_mapping.py", "lambda tensor: None if _is_absent(tensor) else 0", "lambda tensor: 0"),

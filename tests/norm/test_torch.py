@@ -187,6 +187,16 @@ def test_add_modules(name):
 # ---- derivatives --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_the_sum_alone_gives_the_weight_no_gradient(kind):
+    """None, as with torch's operators, and not zeros, which an optimizer would take for one."""
+    x, residual = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    weight = torch.ones(8, requires_grad=True)
+    _, total = getattr(functional, f"add_{kind}_norm")(x, residual, (8,), weight)
+    total.sum().backward()
+    assert weight.grad is None and x.grad is not None and residual.grad is not None
+
+
 def test_gradient_penalty_in_float32_and_16_bit():
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(6, 32, dtype=dtype, requires_grad=True)

@@ -200,6 +200,43 @@ counts = pytest.mark.parametrize("count", [7, 200])
 
 
 @pytest.mark.isa
+def test_a_parameter_and_its_second_moment_are_rounded_independently():
+    """Both lie half way between two numbers after the step."""
+    step, kept = NEXT[BF16] / 4, 0.25 * (1 + NEXT[BF16] / 2)
+    p = torch.ones(ELEMENTS, dtype=BF16).requires_grad_()
+    p.grad = torch.ones_like(p)
+    rates = dict(lr=step, betas=(0.0, 1 - kept), eps=0.0, weight_decay=0.0)
+    optimizer = onepass.optim.AdamW([p], **rates, master="stochastic", state_dtype=BF16)
+    optimizer.step()
+    second = optimizer.state[p]["exp_avg_sq"]
+    raised_param, raised_moment = p.detach().float() > 1 - step, second.float() > kept
+    for count in (raised_param.sum(), raised_moment.sum(), (raised_param == raised_moment).sum()):
+        assert deviates(count, ELEMENTS, 0.5) < Z
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_a_nan_of_a_gradient_reaches_its_own_parameter(name):
+    p = torch.ones(40).requires_grad_()
+    optimizer = ours(name)([p], **FLAGS[name])
+    p.grad = torch.zeros_like(p)
+    p.grad[3] = math.nan
+    optimizer.step()
+    assert p.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.isa
+def test_a_nan_among_the_largest_moments_stays():
+    p = torch.ones(40).requires_grad_()
+    optimizer = onepass.optim.AdamW([p], amsgrad=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.state[p]["max_exp_avg_sq"][3] = math.nan
+    optimizer.step()
+    assert p.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.isa
 @counts
 @pytest.mark.parametrize("master", [None, "stochastic", "remainder16"])
 @pytest.mark.parametrize("name", ["lr", "grad_scale"])

@@ -24,17 +24,15 @@ def register(op, formula: Callable, unless: Sequence[str]) -> None:
     """Makes `formula` the definition of `op` in torch's operators.
 
     Exporters keep the op if the function returns NotImplemented, or if one of the arguments in
-    `unless` is a tensor or a number other than 0.
+    `unless` is given.
     """
     places = [argument.name for argument in op._schema.arguments]
 
     @functools.wraps(formula)
     def exported(*args, **kwargs):
         given = dict(zip(places, args, strict=False)) | kwargs
-        for name in unless:
-            value = given.get(name)
-            if isinstance(value, Tensor) or value:
-                return NotImplemented
+        if any(given.get(name) is not None for name in unless):
+            return NotImplemented
         return formula(*args, **kwargs)
 
     FORMULAS[op] = formula
