@@ -283,3 +283,15 @@ def test_samples_are_rows_of_one_product():
         lambda x: functional.linear(x, w, dropout_p=0.5), randomness="same"
     )(x.detach().abs() + 1)  # fmt: skip
     assert all(torch.equal(one == 0, dropped[0] == 0) for one in dropped)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_a_gradient_of_the_input_alone_maps_twice(activation):
+    """The gradients that are not wanted are no samples."""
+    x, weight, bias = torch.randn(2, 3, 4, 8), torch.randn(5, 8), torch.randn(5)
+
+    def loss(x):
+        return functional.linear(x, weight, bias, activation=activation).sin().sum()
+
+    gradient = torch.func.grad(loss)
+    torch.testing.assert_close(torch.vmap(torch.vmap(gradient))(x), gradient(x))
