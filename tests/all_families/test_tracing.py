@@ -264,6 +264,16 @@ def test_script_says_what_to_do(name):
             torch.jit.script(model.eval())(x)
 
 
+def test_an_export_with_dynamic_sizes_refuses_what_a_call_refuses():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return onepass.functional.rms_norm(x, (8,), torch.ones(9))
+
+    sizes = ({0: torch.export.Dim("rows")},)
+    with pytest.raises(RuntimeError, match=r"^rms_norm: weight must have shape \(8,\), got \(9,\)"):
+        torch.export.export(Wrong(), (torch.randn(4, 8),), dynamic_shapes=sizes)
+
+
 def test_torchscript_exporter_says_what_to_do():
     pytest.importorskip("onnx")
     model = build("LayerNorm")
