@@ -278,7 +278,8 @@ class OnDevice:
             there = memory[storage.data_ptr()][1].untyped_storage()
             empty = torch.empty(0, dtype=value.dtype, device=DEVICE)
             first = value.storage_offset() + self.shift // value.itemsize
-            return empty.set_(there, first, value.shape, value.stride())
+            twin = empty.set_(there, first, value.shape, value.stride())
+            return torch._neg_view(twin) if value.is_neg() else twin
 
         found = op(*map(moved, arguments), **{name: moved(v) for name, v in keywords.items()})
         for here, there in memory.values():
