@@ -142,7 +142,7 @@ def test_tests_that_do_not_end_tell_what_they_found(tmp_path, monkeypatch, handl
         "import time\ndef test_one(): assert False, 'so it goes'\ndef test_two(): time.sleep(60)\n"
     )
     words = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
-    step = gpu_step.Step("tests", 0.1, 3.0, lambda seconds: words)
+    step = gpu_step.Step("tests", 0.1, 8.0, lambda seconds: words)
     before = signal.signal(signal.SIGINT, handler)  # in the background of a shell it is ignored
     try:
         execute([step], 60.0, tmp_path / "log")
