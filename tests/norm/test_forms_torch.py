@@ -116,10 +116,15 @@ def three_ways(ours, theirs, *tensors, dtype):
     return zip(*found, strict=True)
 
 
+@pytest.fixture
+def normalization():
+    reason = "compares with diffusers' modules"
+    return pytest.importorskip("diffusers.models.normalization", reason=reason)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_diffusers_ada_layer_norm_zero(dtype):
+def test_diffusers_ada_layer_norm_zero(normalization, dtype):
     """DiT's, and the gated residual after it as in diffusers' BasicTransformerBlock."""
-    normalization = pytest.importorskip("diffusers.models.normalization")
     module = normalization.AdaLayerNormZero(48)
     x, branch, embedding = torch.randn(3, 20, 48), torch.randn(3, 20, 48), torch.randn(3, 48)
     parts = module.linear(module.silu(embedding)).detach()
@@ -141,8 +146,7 @@ def test_diffusers_ada_layer_norm_zero(dtype):
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_diffusers_ada_layer_norm_continuous(dtype, kind):
-    normalization = pytest.importorskip("diffusers.models.normalization")
+def test_diffusers_ada_layer_norm_continuous(normalization, dtype, kind):
     module = normalization.AdaLayerNormContinuous(
         48, 32, elementwise_affine=False, eps=1e-6, norm_type=kind
     )
@@ -159,9 +163,8 @@ def test_diffusers_ada_layer_norm_continuous(dtype, kind):
         numerics.assert_close(*three)
 
 
-def test_diffusers_fp32_layer_norm_of_a_float32_timestep():
+def test_diffusers_fp32_layer_norm_of_a_float32_timestep(normalization):
     """As Wan's block: float32 modulation of a bfloat16 stream, in float32 and back."""
-    normalization = pytest.importorskip("diffusers.models.normalization")
     norm = normalization.FP32LayerNorm(64, eps=1e-6, elementwise_affine=False)
     table = torch.randn(2, 6, 64)
     shift, scale, gate = table.chunk(6, dim=1)[:3]

@@ -16,17 +16,18 @@ CONFIG = transformers.LlamaConfig(
 )
 
 
+def diffusers_part(name: str):
+    return pytest.importorskip(f"diffusers.models.{name}", reason="compares with diffusers' own")
+
+
 def adaptive():
-    normalization = pytest.importorskip("diffusers.models.normalization")
-    return normalization.AdaLayerNormContinuous(64, 64, elementwise_affine=False)
+    return diffusers_part("normalization").AdaLayerNormContinuous(64, 64, elementwise_affine=False)
 
 
 def resnet():
-    return pytest.importorskip("diffusers.models.resnet").ResnetBlock2D(
-        in_channels=64, temb_channels=64
-    )
+    return diffusers_part("resnet").ResnetBlock2D(in_channels=64, temb_channels=64)
 
 
 def conv1d():
     """The linear layer of GPT-2."""
-    return pytest.importorskip("transformers.pytorch_utils").Conv1D(24, 16)
+    return transformers.pytorch_utils.Conv1D(24, 16)

@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -315,7 +316,7 @@ def test_hooks_on_the_model():
 def fsdp(tmp_path):
     """The module, within a group of one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield pytest.importorskip("torch.distributed.fsdp")
+    yield torch.distributed.fsdp
     dist.destroy_process_group()
 
 

@@ -18,12 +18,10 @@ import onepass
 from onepass import _stock
 from onepass.swapping import classes
 from tests.support import fresh
-from tests.swap.small_models import CONFIG, adaptive, resnet
+from tests.swap.small_models import CONFIG, adaptive, resnet, transformers
 from tests.swap.test_only_reads import CallsLinear
 
-LlamaForCausalLM = pytest.importorskip("transformers").LlamaForCausalLM
-pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
-llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+pytorch_utils, llama = transformers.pytorch_utils, transformers.models.llama.modeling_llama
 
 
 def wrapped(cls, name="forward"):
@@ -225,7 +223,10 @@ MODELS = {
     "attention": (lambda: nn.MultiheadAttention(64, 4), lambda: (x(9, 2, 64),) * 3),
     "layer": (lambda: nn.TransformerEncoderLayer(64, 4, dropout=0.0), lambda: (x(9, 2, 64),)),
     "calls": (Attending, lambda: (x(2, 300, 64),)),
-    "model": (lambda: LlamaForCausalLM(CONFIG), lambda: (torch.randint(256, (2, 64)),)),
+    "model": (
+        lambda: transformers.LlamaForCausalLM(CONFIG),
+        lambda: (torch.randint(256, (2, 64)),),
+    ),
 }
 
 
@@ -243,14 +244,17 @@ def autocast(module):
     module.forward = torch.autocast("cpu", enabled=False)(module.forward)
 
 
+def hooks():
+    return pytest.importorskip("accelerate.hooks", reason="it wraps forwards")
+
+
 def accelerates(module):
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+    hooks().add_hook_to_module(module, hooks().ModelHook())
 
 
 def accelerates_and_removes(module):
     accelerates(module)
-    pytest.importorskip("accelerate").hooks.remove_hook_from_module(module)
+    hooks().remove_hook_from_module(module)
 
 
 WRAPPERS = [wraps, of_the_class, autocast, accelerates, accelerates_and_removes]
@@ -269,7 +273,7 @@ def same(found, expected):
 
 
 def offloads(model):
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate", reason="it wraps the model")
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert "_old_forward" in vars(model.model.norm)
 

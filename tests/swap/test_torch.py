@@ -156,7 +156,7 @@ def test_compiled_under_autocast():
         results.append((y, *(parameter.grad for parameter in model.parameters())))
     for eager, graph in zip(*results, strict=True):
         assert eager.dtype == graph.dtype
-        torch.testing.assert_close(graph, eager, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(graph, eager, rtol=0, atol=0)
 
 
 def test_unswap_is_seen_by_compiled_code():

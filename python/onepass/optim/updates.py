@@ -195,6 +195,11 @@ class FormulaOptimizer(UpdateOptimizer):
                         f"{type(self).__name__}: {key} of a parameter must have shape {shape}, got "
                         f"{tuple(value.shape)}"
                     )
+                elif not value.is_floating_point():
+                    raise RuntimeError(
+                        f"{type(self).__name__}: {key} of a parameter must have a floating-point "
+                        f"dtype, got {value.dtype}"
+                    )
                 elif value.dtype is not dtype:
                     entry[key] = value.to(dtype)
 
