@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from onepass import functional
 from tests.linear.cases import NAMES, Case, backward, check, dtypes, layer_gradients, make, results
 from tests.support.dtypes import F32
-from tests.support.layouts import LAYOUTS, strided  # noqa: F401  (for other families)
+from tests.support.layouts import strided
 from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa

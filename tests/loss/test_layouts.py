@@ -7,9 +7,9 @@ import torch
 
 from onepass import functional, numerics
 from tests.emulator.executors import everywhere
-from tests.linear.test_layouts import LAYOUTS, strided
 from tests.loss.cases import OPTIONS, RAW, check, dtypes, make, results
 from tests.support.dtypes import BF16, F32
+from tests.support.layouts import LAYOUTS, strided
 from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa

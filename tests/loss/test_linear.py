@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import onepass
 from onepass import functional, numerics
 from onepass._ops.linear_loss import on_torchs_products
-from tests.linear.test_layouts import LAYOUTS, strided
 from tests.loss.cases import (
     IGNORED,
     OPTIONS,
@@ -25,6 +24,7 @@ from tests.loss.cases import (
 )
 from tests.support.allocations import peak
 from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.layouts import LAYOUTS, strided
 from tests.support.results import assert_same_bits
 
 isa = pytest.mark.isa
