@@ -128,7 +128,7 @@ def _stock_modules(module: torch.nn.Module) -> list[dict]:
     compiled = {
         item.names[0]
         for item in walk(module)
-        if any(because.kind in COMPILERS for because in item.wrapped)
+        if any(reason.kind in COMPILERS for reason in item.wrapped)
     }
     found, would = plan.report.to_dict(), []
     for entry in plan.report.swapped:

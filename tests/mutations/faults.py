@@ -205,7 +205,7 @@ FAULTS = [
     ),
     *_of(
         "python/onepass/",
-        "tests/swap",
+        "tests/swap tests/faults/test_swap_interrupts.py",
         ("swapping/engine.py", "        LEFT_OUT.pop(item.module, None)", "        pass"),
         ("swapping/engine.py", 'if lazy_logits and asked and "loss" not in asked:', "if False:"),
         (
