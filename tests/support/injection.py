@@ -87,8 +87,10 @@ def interruptions(
     """(n, subject) for each n: `subject = make()` after `call(subject)` was interrupted at n.
 
     All n if the call has at most `most` bytecodes, else the first and last quarter of `most` and as
-    many others, drawn for each seed. The caller compares the subject with one that was
-    never touched; an n whose interrupt `call` swallowed fails here.
+    many others, drawn for each seed. The last ones are half neighbours, half at doubled distances
+    from the end: a call may run a dozen bytecodes fewer than the one that was counted. The caller
+    compares the subject with one that was never touched; an n whose interrupt `call` swallowed
+    fails here.
     """
     subject = make()
     left, total = run_interrupted(lambda: call(subject), None, folders)
@@ -97,7 +99,9 @@ def interruptions(
     if total > most:
         ends = most // 4
         middle = random.Random(seed).sample(points[ends:-ends], most - 2 * ends)
-        points = [*points[:ends], *sorted(middle), *points[-ends:]]
+        near = ends - ends // 2
+        doubled = [total - (near << k) for k in range(1, ends // 2 + 1) if near << k < total]
+        points = sorted({*points[:ends], *middle, *doubled, *points[-near:]})
     for at in points:
         subject = make()
         interrupted, ran = run_interrupted(lambda subject=subject: call(subject), at, folders)
