@@ -1,15 +1,18 @@
-"""flash_attn.layers.rotary: rotary embedding in plain PyTorch, gradients by autograd.
+"""flash_attn.layers.rotary: rotary embedding, by `onepass.functional.rotary_embedding`.
 
 Pairs of dimensions (x, y) at position t become (x cos - y sin, x sin + y cos), the angle being
 t / base^(2i / dim) for pair i (Su, Lu, Pan, Murtadha, Wen, Liu: RoFormer, 2021). Computed in
 float32 (float64 for float64) and rounded once. A pair is (i, i + rotary_dim / 2), or with
-`interleaved` (2i, 2i + 1); dimensions from rotary_dim on stay as they are.
+`interleaved` (2i, 2i + 1); dimensions from rotary_dim on stay as they are. cos and sin get no
+gradient.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from onepass.functional import rotary_embedding
 
 __all__ = [
     "RotaryEmbedding",
@@ -46,10 +49,8 @@ def apply_rotary(
     dims = 4 if cu_seqlens is None else 3
     if x.dim() != dims:
         raise RuntimeError(f"{op}: x must have {dims} dimensions, got shape {tuple(x.shape)}")
-    rotated = _rotated(
-        op, x, cos, -sin if conjugate else sin, interleaved, seqlen_offsets, cu_seqlens
-    )
-    return x.copy_(rotated) if inplace else rotated
+    sin = -sin if conjugate else sin
+    return _rotated(op, x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, inplace)
 
 
 def apply_rotary_emb(
@@ -139,17 +140,11 @@ def apply_rotary_emb_qkv_(
             )
         query = qkv[:, :, :num_heads_q]
         key = qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
-    of_query = _rotated(op, query, cos, sin, interleaved, seqlen_offsets)
-    of_key = _rotated(
-        op,
-        key,
-        cos if cos_k is None else cos_k,
-        sin if sin_k is None else sin_k,
-        interleaved,
-        seqlen_offsets,
-    )
-    query.copy_(of_query)
-    key.copy_(of_key)
+    of_key = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    for x, tables in ((query, (cos, sin)), (key, of_key)):
+        _check(op, x, *tables, seqlen_offsets)  # of both, before one is written
+    for x, tables in ((query, (cos, sin)), (key, of_key)):
+        _rotated(op, x, *tables, interleaved, seqlen_offsets, inplace=True)
     return qkv
 
 
@@ -173,8 +168,7 @@ def apply_rotary_emb_kv_(
         raise RuntimeError(
             f"{op}: kv must have shape (batch, seq, 2, heads, head_dim), got {tuple(kv.shape)}"
         )
-    key = kv[:, :, 0]
-    key.copy_(_rotated(op, key, cos, sin, interleaved, seqlen_offsets))
+    _rotated(op, kv[:, :, 0], cos, sin, interleaved, seqlen_offsets, inplace=True)
     return kv
 
 
@@ -301,8 +295,33 @@ def _rotated(
     interleaved: bool,
     offsets: int | Tensor,
     cu_seqlens: Tensor | None = None,
+    inplace: bool = False,
 ) -> Tensor:
-    """x of shape (batch, seq, ..., head_dim), or (total, ..., head_dim) with cu_seqlens."""
+    """x of shape (batch, seq, heads, head_dim), or (total, heads, head_dim) with cu_seqlens."""
+    _check(op, x, cos, sin, offsets, cu_seqlens)
+    positions = None
+    if cu_seqlens is None and not isinstance(offsets, Tensor):
+        cos, sin = (table[offsets : offsets + x.shape[1]] for table in (cos, sin))
+    else:
+        positions = _positions(x, offsets, cu_seqlens)
+    if (x.dtype is torch.float64) != (cos.dtype is torch.float64):
+        cos, sin = (table.to(torch.promote_types(x.dtype, torch.float32)) for table in (cos, sin))
+    is_written = inplace and x.stride(-1) == 1  # else rotated apart, and copied
+    rotated, _ = rotary_embedding(
+        x,
+        None,
+        cos.detach(),
+        sin.detach(),
+        interleaved=interleaved,
+        positions=positions,
+        rotary_dim=2 * cos.shape[1],
+        seq_first=True,
+        inplace=is_written,
+    )
+    return x.copy_(rotated) if inplace and not is_written else rotated
+
+
+def _check(op: str, x: Tensor, cos: Tensor, sin: Tensor, offsets, cu_seqlens=None) -> None:
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise RuntimeError(
             f"{op}: cos and sin must have shape (positions, at most {x.shape[-1] // 2}), "
@@ -315,18 +334,6 @@ def _rotated(
                 f"{op}: cos must have a row for every position, {offsets} to {last - 1}, "
                 f"got {cos.shape[0]}"
             )
-        tables = [table[None, offsets:last] for table in (cos, sin)]
-    else:
-        positions = _positions(x, offsets, cu_seqlens)
-        tables = [table[positions] for table in (cos, sin)]
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    c, s = (t.reshape(*t.shape[:-1], *(1,) * (x.dim() - t.dim()), -1).to(wide) for t in tables)
-    rotary_dim = 2 * cos.shape[1]
-    head = x[..., :rotary_dim].to(wide)
-    first, second = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
-    pair = first * c - second * s, first * s + second * c
-    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), -1)
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
