@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.nn import functional as F
 
 from onepass import functional
-from onepass.distributed import plans
+from onepass._dtensor import plans
 
 ROWS, WIDTH, CLASSES, TURNS, CALLS = 16, 64, 128, 15, 60
 COLUMNS = ("ours", "arranged", "ours plain", "torch", "torch plain")

@@ -18,10 +18,10 @@ BUSY = 0.5
 
 
 def sensors(device: str = "") -> Any:
-    """Sensors of onepass.bench, a file that needs no build."""
+    """Sensors of onepass.tools, a file that needs no build."""
     name = "onepass_bench_sensors"
     if name not in sys.modules:
-        path = ROOT / "python" / "onepass" / "bench" / "sensors.py"
+        path = ROOT / "python" / "onepass" / "tools" / "sensors.py"
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])

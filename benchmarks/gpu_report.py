@@ -178,7 +178,7 @@ def stand_ins() -> tuple[dict, dict[str, str], str]:
 
 def output_files():
     """onepass's own module, which needs no build."""
-    path = ROOT / "python" / "onepass" / "_output_file.py"
+    path = ROOT / "python" / "onepass" / "tools" / "output_file.py"
     spec = importlib.util.spec_from_file_location("output_file", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

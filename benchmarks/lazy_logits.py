@@ -20,7 +20,7 @@ from torch import nn
 
 import onepass
 from onepass import _malloc
-from onepass.compare.memory import _cpu_peak
+from onepass.tools.compare.memory import _cpu_peak
 
 OPTIONS = {"stock": None, "with logits": {}, "without": {"lazy_logits": True}}
 SHAPES = ((2, 512), (4, 1024))

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.bench.harness import machine_facts, measure_pairs
-from onepass.compare.data import Batches, held_out_batch, load_text
-from onepass.compare.model import GPT, Sizes
 from onepass.optim import muon
+from onepass.tools.data import Batches, held_out_batch, load_text
+from onepass.tools.harness import machine_facts, measure_pairs
+from onepass.tools.model import GPT, Sizes
 
 SIZES = Sizes(layers=4, heads=4, width=128, block=128, batch=16)
 HELD_OUT = 320  # sequences

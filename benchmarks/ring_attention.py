@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 import torch
 from torch import distributed as dist
 
-from onepass.bench.harness import bootstrap_median
 from onepass.distributed import ring_attention
 from onepass.distributed.sequence import LAYOUTS
 from onepass.functional import scaled_dot_product_attention
+from onepass.tools.harness import bootstrap_median
 
 TURNS = 9
 HEADS, HEAD_DIM = 8, 64

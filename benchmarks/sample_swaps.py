@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.bench.harness import Interval, machine_facts, measure_pairs
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.sample import Call, repeated
+from onepass.tools.harness import Interval, machine_facts, measure_pairs
 
 SECONDS, ROUNDS = 2.0, 15
 LEAST = 0.97  # of stock's speed: the lower end of the interval of a swapped model

@@ -27,9 +27,9 @@ from sweep_models import build_timm
 from torch import nn
 
 import onepass
-from onepass.bench.harness import bootstrap_median
-from onepass.bench.machine import recycled_memory
 from onepass.swapping.verify import as_stock, changes_of
+from onepass.tools.harness import bootstrap_median
+from onepass.tools.machine import recycled_memory
 
 SEQ, ROWS, VOCAB = 128, 4, 2000
 _WIDTHS = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from onepass.bench.harness import bootstrap_median
+from onepass.tools.harness import bootstrap_median
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_distributed.py"
 

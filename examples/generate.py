@@ -45,13 +45,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import onepass
 from onepass import numerics
-from onepass._output_file import OutputFile, write_or_say
-from onepass.bench.harness import machine_facts, measure_pairs
-from onepass.compare.data import Text, held_out_batch, load_text
-from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, Sizes
-from onepass.compare.progress import Phase, Progress
-from onepass.compare.settings import (
+from onepass.functional import attention_with_kv_cache, scaled_dot_product_attention
+from onepass.tools.compare.settings import (
     QUICK_SAMENESS,
     QUICK_SPEED,
     SAMENESS,
@@ -60,9 +55,14 @@ from onepass.compare.settings import (
     add_arguments,
     read_settings,
 )
-from onepass.compare.train import Trainer
-from onepass.compare.workload import GptWorkload
-from onepass.functional import attention_with_kv_cache, scaled_dot_product_attention
+from onepass.tools.compare.train import Trainer
+from onepass.tools.compare.workload import GptWorkload
+from onepass.tools.data import Text, held_out_batch, load_text
+from onepass.tools.errors import BadInput
+from onepass.tools.harness import machine_facts, measure_pairs
+from onepass.tools.model import GPT, Sizes
+from onepass.tools.output_file import OutputFile, write_or_say
+from onepass.tools.progress import Phase, Progress
 
 QUICK_STEPS = 30
 SHOWN = 4  # sequences whose text is printed

@@ -38,10 +38,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
-from onepass.compare.data import Batches, load_text
-from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, SelfAttention, Sizes
 from onepass.distributed import ring_attention, shard_sequence
+from onepass.tools.data import Batches, load_text
+from onepass.tools.errors import BadInput
+from onepass.tools.model import GPT, SelfAttention, Sizes
 
 SIZES = {"layers": 6, "heads": 6, "width": 384, "block": 1024, "batch": 4}
 QUICK_SIZES = {"layers": 2, "heads": 2, "width": 32, "block": 64, "batch": 4}

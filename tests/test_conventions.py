@@ -6,9 +6,11 @@ A failure names the missing part.
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,14 +162,70 @@ def test_no_abort_printf_or_openmp():
         assert not found, f"{relative(file)}: {found[0]}"
 
 
+# Rooms of the package, from the lowest. A file imports from its own room and from lower ones.
+ROOMS = (
+    "", "_ops", "_dtensor", "_policy", "functional", "nn", "optim", "distributed", "swapping",
+    "integrations", "commands", "tools",
+)  # fmt: skip
+COMMANDS = ("explain", "estimating", "cli", "__main__")
+# These import tools at a call: to print, to measure, to run a step without data.
+AT_THE_CALL = ("explain.py", "estimating/__init__.py", "swapping/sample.py")
+
+
+def imports() -> dict[str, set[str]]:
+    """Files of the package by the files that they import, wherever the import stands. The root's
+    own names (`onepass._C`, `onepass.__version__`) do not count."""
+    files = {relative(file).removeprefix("python/onepass/") for file in PYTHON.rglob("*.py")}
+
+    def file_of(name: str) -> str | None:
+        path = "/".join(name.split(".")[1:])
+        return next((f for f in (f"{path}.py", f"{path}/__init__.py") if f in files), None)
+
+    found = {}
+    for file in files:
+        names = []
+        for node in ast.walk(ast.parse((PYTHON / file).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onepass"):
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    names.append(inner if file_of(inner) else node.module)
+            elif isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names if alias.name.startswith("onepass.")]
+        found[file] = {file_of(name) for name in names} - {None, file}
+    return found
+
+
+def room_of(file: str) -> int:
+    first = file.split("/")[0].removesuffix(".py")
+    return ROOMS.index("commands" if first in COMMANDS else first if first in ROOMS else "")
+
+
+def test_no_import_circle():
+    order = graphlib.TopologicalSorter(imports())
+    order.prepare()  # names the files of a circle
+
+
+def test_no_import_from_a_higher_room():
+    for file, used in imports().items():
+        for other in used:
+            is_tool = other.startswith("tools/") and file in AT_THE_CALL
+            if file in ("__init__.py", "checkpointing.py") or is_tool:
+                continue
+            assert room_of(other) <= room_of(file), f"{file} imports {other}"
+
+
+def test_a_model_imports_no_tools():
+    code = "import sys, onepass; print([m for m in sys.modules if m.startswith('onepass.tools')])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
 def test_python_layers():
     forbidden = {
-        "functional": ("torch.ops", "onepass.nn", "onepass.swapping"),
+        "functional": ("torch.ops",),
         "nn": ("torch.ops", "onepass._ops", "onepass._C"),
-        "optim": ("torch.ops", "onepass.functional", "onepass.nn", "onepass.swapping"),
-        "_ops": ("onepass._policy", "onepass.functional", "onepass.nn", "onepass.swapping"),
-        "_policy": ("torch.ops.onepass", "onepass.functional", "onepass.nn", "onepass.swapping"),
-        "reference": ("torch.ops", "onepass._ops", "onepass.functional", "onepass.nn"),
+        "optim": ("torch.ops", "onepass.functional", "onepass.nn"),
+        "_policy": ("torch.ops.onepass",),
+        "reference": ("torch.ops", "onepass._ops"),
     }
     for folder, names in forbidden.items():
         for file in sorted((PYTHON / folder).rglob("*.py")):
@@ -197,7 +255,7 @@ def test_checks_live_in_ops_alone():
 
 # Files whose tensors follow torch's default device, with the reason.
 ON_THE_DEFAULT_DEVICE = {
-    "compare/model.py": "layers of a model that a process of ours makes",
+    "tools/model.py": "layers of a model that a process of ours makes",
 }
 
 
@@ -252,7 +310,7 @@ def test_a_family_is_complete(family):
             family, (f"python/onepass/functional/{family}.py", f"python/onepass/nn/{family}.py")
         ),
         f"python/onepass/reference/{family}.py",
-        f"python/onepass/bench/families/{family}.py",
+        f"python/onepass/tools/bench/families/{family}.py",
         f"tests/{'norm' if family in FORMS_OF_NORM else family}/",
     ]
     missing = [

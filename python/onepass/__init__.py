@@ -38,13 +38,14 @@ __all__ = [
 # raises the error that `load` found, here or in `onepass._ops`.
 _library.load()
 if _library.failure is None:
-    from onepass import _flops, functional, nn, optim
+    from onepass import _dtensor, _flops, functional, nn, optim
     from onepass.checkpointing import sac_ops
-    from onepass.estimate import Estimate, estimate
+    from onepass.estimating import Estimate, estimate
     from onepass.explain import Explanation, explain
     from onepass.memory import keep_freed_memory
     from onepass.swapping import Report, swap, swapped, unswap
 
+    _dtensor.register()
     _flops.register()
 
 

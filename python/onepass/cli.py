@@ -21,11 +21,18 @@ COMMANDS = {
     "explain": "say which kernels a model's forward runs, and why",
     "estimate": "say what memory a training step will take, before it is run",
 }
+MODULES = {  # of the commands that are not the module of their name in `onepass.tools`
+    "profile-swap": "onepass.tools.profile_swap",
+    "explain": "onepass.explain",
+    "estimate": "onepass.tools.estimate.command",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="onepass", description=onepass.__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="onepass", description=(onepass.__doc__ or "").partition("\n\n")[0]
+    )
     parser.add_argument("--version", action="version", version=f"onepass {onepass.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     asked = next((word for word in argv if not word.startswith("-")), None)
@@ -35,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             if name != "doctor" and _library.failure is not None:
                 print(_library.failure, file=sys.stderr)
                 return 1
-            module = importlib.import_module(f"onepass.{name.replace('-', '_')}")
+            module = importlib.import_module(MODULES.get(name, f"onepass.tools.{name}"))
             module.add_arguments(subparser)
             subparser.set_defaults(main=module.main)
     args = parser.parse_args(argv)

@@ -54,7 +54,7 @@ class Explanation:
 
         Modules whose names differ in numbers alone share a line.
         """
-        from onepass.swapping.report import folded, rows, terminal_width
+        from onepass.swapping.texts import folded, rows, terminal_width
 
         lines = [f"{call['count']} x {_dispatch_log.line(call)}" for call in self.calls]
         lines = lines or ["no onepass operator ran"]
@@ -67,7 +67,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from onepass.swapping.report import preformatted
+        from onepass.swapping.texts import preformatted
 
         return preformatted(str(self))
 
@@ -147,7 +147,7 @@ def _stock_modules(module: torch.nn.Module) -> list[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from onepass.compare.user_model import MODEL_HELP
+    from onepass.tools.user_model import MODEL_HELP
 
     parser.add_argument(
         "--model",
@@ -160,9 +160,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from onepass.compare.errors import BadInput
-    from onepass.compare.user_model import batch_of, load_user_model, telling_errors
     from onepass.swapping import swap
+    from onepass.tools.errors import BadInput
+    from onepass.tools.user_model import batch_of, load_user_model, telling_errors
 
     try:
         model, batch = load_user_model(args.model)

@@ -11,12 +11,12 @@ from fnmatch import fnmatch
 import pytest
 import torch
 
-from onepass import bench
-from onepass.bench import attention_parts, harness, report
-from onepass.bench import case as cases
-from onepass.bench.case import Case, Row
-from onepass.bench.ceilings import Ceilings
-from onepass.bench.families import attention
+from onepass.tools import bench, harness
+from onepass.tools.bench import attention_parts, report
+from onepass.tools.bench import case as cases
+from onepass.tools.bench.case import Case, Row
+from onepass.tools.bench.families import attention
+from onepass.tools.ceilings import Ceilings
 from tests.bench.test_harness import run
 
 LIMITS = Ceilings(2, 1 << 20, 10.0, 20.0, 100.0, 400.0)

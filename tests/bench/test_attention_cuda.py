@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from onepass import _library, functional
-from onepass.bench import attention_cuda, attention_parts, ceilings, harness, report
-from onepass.bench import case as cases
-from onepass.bench.ceilings import CudaCeilings
-from onepass.bench.families import attention, decode
-from onepass.bench.goals import Goal
 from onepass.reference.attention import attention as reference
+from onepass.tools import ceilings, harness
+from onepass.tools.bench import attention_cuda, attention_parts, report
+from onepass.tools.bench import case as cases
+from onepass.tools.bench.families import attention, decode
+from onepass.tools.bench.goals import Goal
+from onepass.tools.ceilings import CudaCeilings
 from tests.bench.test_cuda import on_cpu
 from tests.bench.test_harness import run
 
@@ -236,10 +237,10 @@ def test_families_on_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(_library, "no_cuda", lambda: "")
     result = {"failed": {}}
     monkeypatch.setattr(
-        "onepass.bench._run", lambda of, *rest: (seen.extend(of) or result, [], None, False)
+        "onepass.tools.bench._run", lambda of, *rest: (seen.extend(of) or result, [], None, False)
     )
     for name in ("print_doubts", "print_footer"):
-        monkeypatch.setattr(f"onepass.bench.report.{name}", lambda *_: None)
+        monkeypatch.setattr(f"onepass.tools.bench.report.{name}", lambda *_: None)
     assert run("attention", "decode", "--device", "cuda") == 0
     assert {case.name.partition("/")[0] for case in seen} == {"attention", "decode"}
     assert run("attention", "norms") == 2

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import onepass
-from onepass.bench import case as cases
-from onepass.bench import harness, machine, report
-from onepass.bench.ceilings import CudaCeilings
-from onepass.bench.families import dropout, gate, group_norm, loss, norm, optimizer
-from onepass.bench.goals import Goal
+from onepass.tools import harness, machine
+from onepass.tools.bench import case as cases
+from onepass.tools.bench import report
+from onepass.tools.bench.families import dropout, gate, group_norm, loss, norm, optimizer
+from onepass.tools.bench.goals import Goal
+from onepass.tools.ceilings import CudaCeilings
 from tests.bench.test_harness import run
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onepass import _tables, bench
-from onepass.bench import case as cases
-from onepass.bench import harness, report
-from onepass.bench.goals import Goal, read_goals
+from onepass.tools import bench, harness, tables
+from onepass.tools.bench import case as cases
+from onepass.tools.bench import report
+from onepass.tools.bench.goals import Goal, read_goals
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "goals.json"
 SECTIONS = [("cpu", "avx2"), ("cpu", "avx512_bf16"), ("cuda", "")]
@@ -77,7 +77,7 @@ def test_the_table_shows_what_was_reached_and_has_no_column_without_goals(capsys
 
 def test_a_narrow_terminal_gets_every_cell_of_a_row_with_its_name(capsys, monkeypatch):
     narrow = Console(width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(_tables, "Console", lambda: narrow)
+    monkeypatch.setattr(tables, "Console", lambda: narrow)
     report.print_tables([row_of(Goal(1.9, 1.1, 1.2))] * 2)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and lines.count(row_of(Goal()).case.name) == 2

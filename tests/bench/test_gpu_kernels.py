@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onepass.bench.sensors import Load
+from onepass.tools.sensors import Load
 from tests.install import nvcc
 from tests.support import compiled
 

@@ -111,7 +111,7 @@ def test_every_device_test_is_run():
 
 
 def test_every_family_is_measured():
-    from onepass.bench import FAMILIES
+    from onepass.tools.bench import FAMILIES
 
     benchmarks = [*gpu_plan.BENCHMARKS.values(), *gpu_plan.OTHER_BENCHMARKS.values()]
     measured = {family for families, _ in benchmarks for family in families}
@@ -133,7 +133,7 @@ def test_flags_of_the_plan_are_flags_of_the_commands(tmp_path):
     for step in all_steps(tmp_path):
         words = step.command(100.0)
         if words[1:3] == ["-m", "onepass"]:
-            module, parser = import_module(f"onepass.{words[3]}"), argparse.ArgumentParser()
+            module, parser = import_module(f"onepass.tools.{words[3]}"), argparse.ArgumentParser()
             module.add_arguments(parser)
             parser.parse_args(words[4:])
 

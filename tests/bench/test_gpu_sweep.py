@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it is run as a script
 import gpu_sweep
 
-from onepass.bench.sensors import Load
+from onepass.tools.sensors import Load
 from tests.support import compiled
 
 CASE = gpu_sweep.CASES[0]

@@ -154,7 +154,7 @@ def test_every_prediction_is_of_a_case():
     """By the names of bench's cases on a CUDA device."""
     predictions = json.loads((ROOT / "benchmarks" / "predictions.json").read_text())["90"]
     for family in {pattern.partition("/")[0] for pattern in predictions}:
-        module = importlib.import_module(f"onepass.bench.families.{family}")
+        module = importlib.import_module(f"onepass.tools.bench.families.{family}")
         names = [case.name for case in module.cases(False, "cuda")]
         for pattern in predictions:
             assert pattern.partition("/")[0] != family or fnmatch.filter(names, pattern), pattern

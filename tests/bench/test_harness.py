@@ -14,11 +14,11 @@ from functools import partial
 import pytest
 import torch
 
-from onepass import bench
-from onepass.bench import case as cases
-from onepass.bench import harness, machine, report
-from onepass.bench.ceilings import Ceilings, ceilings
-from onepass.bench.families import dropout, gate, group_norm, loss, norm, rotary
+from onepass.tools import bench, harness, machine
+from onepass.tools.bench import case as cases
+from onepass.tools.bench import report
+from onepass.tools.bench.families import dropout, gate, group_norm, loss, norm, rotary
+from onepass.tools.ceilings import Ceilings, ceilings
 from tests.support import fresh
 
 
@@ -157,7 +157,7 @@ def test_machine_facts_are_plain_and_name_the_build():
 def test_without_holes_outputs_come_from_one_address():
     code = """if True:
         import torch
-        from onepass.bench import machine
+        from onepass.tools import machine
 
         with machine.recycled_memory() as recycled:
             blocks = [torch.empty((1 << 20) + 1024) for _ in range(8)]
@@ -248,7 +248,7 @@ def test_ceilings_are_positive_and_arithmetic_grows_with_the_level():
 @pytest.mark.parametrize("quick", [False, True])
 def test_case_names_are_unique_and_carry_the_family(quick, device):
     for family in bench.FAMILIES:
-        module = importlib.import_module(f"onepass.bench.families.{family}")
+        module = importlib.import_module(f"onepass.tools.bench.families.{family}")
         names = [case.name for case in module.cases(quick, device)]
         assert len(set(names)) == len(names)
         assert all(name.startswith(family + "/") for name in names)

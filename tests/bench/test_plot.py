@@ -10,7 +10,7 @@ import pytest
 from onepass import cli
 
 pytest.importorskip("matplotlib", reason="draws the picture")
-from onepass.bench import plot
+from onepass.tools.bench import plot
 
 KEPT = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from onepass import bench
-from onepass.bench.sensors import Load, Sensors
+from onepass.tools import bench
+from onepass.tools.sensors import Load, Sensors
 from tests.bench.test_harness import run
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from onepass import cli
-from onepass.compare import memory
-from onepass.compare.model import Sizes
-from onepass.compare.settings import Settings, add_arguments, read_settings
+from onepass.tools.compare import memory
+from onepass.tools.compare.settings import Settings, add_arguments, read_settings
+from onepass.tools.model import Sizes
 
 TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
 

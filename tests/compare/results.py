@@ -6,13 +6,13 @@ import dataclasses
 
 import torch
 
-from onepass.bench.harness import Timing
-from onepass.compare.attribution import PARTS
-from onepass.compare.measure import FirstStep, Speed, Variant
-from onepass.compare.optimizers import Choice, Comparison, Outcome
-from onepass.compare.products import Products
-from onepass.compare.report import Result
-from onepass.compare.train import Sameness
+from onepass.tools.compare.attribution import PARTS
+from onepass.tools.compare.measure import FirstStep, Speed, Variant
+from onepass.tools.compare.optimizers import Choice, Comparison, Outcome
+from onepass.tools.compare.products import Products
+from onepass.tools.compare.report import Result
+from onepass.tools.compare.train import Sameness
+from onepass.tools.harness import Timing
 from tests.compare.cases import settings_of
 
 STEP = {"stock": 0.230, "swapped": 0.085}  # seconds

@@ -11,11 +11,11 @@ from torch import nn
 
 import onepass
 from onepass._policy import small_calls
-from onepass.compare import attribution, train
-from onepass.compare.attribution import PARTS, Timeline, by_part, part_of_module
-from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, Sizes
 from onepass.swapping import by_hand_call
+from onepass.tools.compare import attribution, train
+from onepass.tools.compare.attribution import PARTS, Timeline, by_part, part_of_module
+from onepass.tools.errors import BadInput
+from onepass.tools.model import GPT, Sizes
 from tests.compare.cases import TINY, FakeClock, settings_of, tokens
 from tests.compare.test_pieces import one_thread  # noqa: F401
 from tests.swap import attention_by_hand

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from onepass import cli
-from onepass.compare import memory, report
-from onepass.compare.settings import Settings
 from onepass.swapping import engine, sample
 from onepass.swapping.plan import LeftOut
 from onepass.swapping.reasons import Reason
+from onepass.tools.compare import memory, report
+from onepass.tools.compare.settings import Settings
 from tests.compare.cases import peaks_of_a_byte, settings_of
 
 HERE = "tests.compare.test_auto"

@@ -13,7 +13,7 @@ import torch
 
 import onepass
 from onepass import _library, _malloc, cli
-from onepass.compare import attribution, kept, measure, settings, train, variants
+from onepass.tools.compare import attribution, kept, measure, settings, train, variants
 from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")  # most tests read one run

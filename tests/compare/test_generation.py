@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from onepass import _malloc, cli
-from onepass.bench.harness import HostClock, Timing
-from onepass.compare import generation, inference, memory
+from onepass.tools.compare import generation, inference, memory
+from onepass.tools.harness import HostClock, Timing
 from tests.compare.cases import settings_of
 
 HERE = "tests.compare.test_generation"

@@ -11,8 +11,8 @@ pytest.importorskip("matplotlib", reason="draws the picture")
 
 from rich.console import Console
 
-from onepass import _plotting
-from onepass.compare import plot, report
+from onepass.tools import plotting
+from onepass.tools.compare import plot, report
 from tests.compare.results import ALIKE, result_of
 from tests.support import pictures
 
@@ -39,8 +39,8 @@ def test_words_of_the_picture_lie_in_it_and_apart(length, options):
 
 def test_a_line_is_broken_between_words_and_before_no_percent_sign():
     for inches in (1, 2, 3.7, 12):
-        lines = _plotting.broken(f"16 % {name_of(200)} of it, 14 % $x_1$", 9, inches)
-        assert all(_plotting.width_of(line, 9) <= inches for line in lines)
+        lines = plotting.broken(f"16 % {name_of(200)} of it, 14 % $x_1$", 9, inches)
+        assert all(plotting.width_of(line, 9) <= inches for line in lines)
         assert not any(line.startswith("%") for line in lines)
         whole = "".join(lines).replace("\u00a0", "").replace(" ", "")
         assert whole == f"16%{name_of(200)}ofit,14%$x_1$"
@@ -51,7 +51,7 @@ def printed(width: int, alike=ALIKE, **options) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
     result = result_of("user.models:make", alike=alike, **options)
-    report.print_result(result, console)
+    result.show(console)
     return file.getvalue().splitlines()
 
 

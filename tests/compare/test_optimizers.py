@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.compare import optimizers, train
-from onepass.compare.data import load_text
-from onepass.compare.model import Sizes
-from onepass.compare.optimizers import Choice
-from onepass.compare.workload import GptWorkload
+from onepass.tools.compare import optimizers, train
+from onepass.tools.compare.optimizers import Choice
+from onepass.tools.compare.workload import GptWorkload
+from onepass.tools.data import load_text
+from onepass.tools.model import Sizes
 from tests.compare.cases import settings_of
 
 TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.bench.harness import Timing
-from onepass.compare import attribution, measure, memory, optimizers, pairs, report, train
-from onepass.compare.attribution import PARTS, part_of_module
-from onepass.compare.data import Batches, held_out_batch, load_text, standard_library
-from onepass.compare.errors import BadInput
-from onepass.compare.model import GPT, cast
-from onepass.compare.optimizers import BASELINE, Choice
-from onepass.compare.pairs import time_rounds
-from onepass.compare.products import Products
-from onepass.compare.user_model import objective_of, tokens_in
-from onepass.compare.workload import GptWorkload
 from onepass.swapping.reasons import Reason
+from onepass.tools.compare import attribution, measure, memory, optimizers, pairs, report, train
+from onepass.tools.compare.attribution import PARTS, part_of_module
+from onepass.tools.compare.optimizers import BASELINE, Choice
+from onepass.tools.compare.pairs import time_rounds
+from onepass.tools.compare.products import Products
+from onepass.tools.compare.workload import GptWorkload
+from onepass.tools.data import Batches, held_out_batch, load_text, standard_library
+from onepass.tools.errors import BadInput
+from onepass.tools.harness import Timing
+from onepass.tools.model import GPT, cast
+from onepass.tools.user_model import objective_of, tokens_in
 from tests.compare.cases import TINY, FakeClock, settings_of, tokens
 
 
@@ -170,7 +170,7 @@ def test_saved_bytes_are_unique_storages_without_parameters():
     x = torch.randn(4, 8)
     # The input, ReLU's output (saved by ReLU and by the second Linear: once), and for the mean
     # square the output.
-    assert measure.saved_bytes(trainer, (x,)) == 4 * (4 * 8 + 4 * 32 + 4 * 16)
+    assert trainer.saved_bytes((x,)) == 4 * (4 * 8 + 4 * 32 + 4 * 16)
 
 
 def test_peak_memory_of_a_step():

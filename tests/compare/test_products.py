@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass._policy import products
-from onepass.compare import attribution, report
-from onepass.compare.attribution import Timeline
-from onepass.compare.products import Products, products_of
+from onepass.tools.compare import attribution, report
+from onepass.tools.compare.attribution import Timeline
+from onepass.tools.compare.products import Products, products_of
 from tests.compare.test_pieces import result, settings_of
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from onepass import cli
-from onepass.bench.harness import HostClock
-from onepass.compare import inference, memory
-from onepass.profile_swap import measure
 from onepass.swapping import classes
+from onepass.tools.compare import inference, memory
+from onepass.tools.harness import HostClock
+from onepass.tools.profile_swap import measure
 from tests.compare.test_generation import Writer, prompts
 
 HERE = "tests.compare.test_profile_inference"

@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from onepass import cli, profile_swap
-from onepass.bench.harness import Timing
-from onepass.compare import memory
-from onepass.compare.errors import BadInput
-from onepass.compare.settings import read_settings
-from onepass.compare.variants import STOCK, SWAPPED, of_kinds
-from onepass.compare.workload import workload_of
-from onepass.profile_swap import measure, report
+from onepass import cli
 from onepass.swapping import classes
+from onepass.tools import profile_swap
+from onepass.tools.command import WIDTH_OFF_TERMINAL
+from onepass.tools.compare import memory
+from onepass.tools.compare.settings import read_settings
+from onepass.tools.compare.variants import STOCK, SWAPPED, of_kinds
+from onepass.tools.compare.workload import workload_of
+from onepass.tools.errors import BadInput
+from onepass.tools.harness import Timing
+from onepass.tools.profile_swap import measure, report
 from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")
@@ -272,7 +274,7 @@ def test_the_table_fits_and_says_what_the_json_says(outcome):
     assert "\ntrained: the model's loss" in printed
     assert all(p["advice"]["sentence"] in " ".join(printed.split()) for p in found["profiles"])
     tables = [line for line in printed.splitlines() if line.startswith(" ")]
-    assert max(map(len, tables)) <= report.WIDTH_OFF_TERMINAL
+    assert max(map(len, tables)) <= WIDTH_OFF_TERMINAL
 
 
 def test_json_schema(outcome):

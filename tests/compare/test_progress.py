@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("rich", reason="draws the bar")
 
-from onepass.compare import progress
-from onepass.compare.optimizers import BASELINE, Choice
-from onepass.compare.phases import phases_of
-from onepass.compare.progress import Phase, Progress
+from onepass.tools import progress
+from onepass.tools.compare.optimizers import BASELINE, Choice
+from onepass.tools.compare.phases import phases_of
+from onepass.tools.progress import Phase, Progress
 from tests.compare.cases import settings_of
 
 

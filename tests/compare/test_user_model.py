@@ -9,7 +9,7 @@ from torch import nn
 
 import onepass
 from onepass import _batch, cli
-from onepass.compare.model import each_tensor
+from onepass.tools.model import each_tensor
 
 COMMANDS = {
     "explain": ["explain"],

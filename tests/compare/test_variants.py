@@ -11,7 +11,7 @@ from torch import nn
 
 import onepass
 from onepass import _malloc
-from onepass.compare import measure, memory, variants
+from onepass.tools.compare import measure, memory, variants
 from tests.compare.cases import settings_of
 
 
@@ -37,7 +37,7 @@ def test_all_of_a_step_has_the_precision_of_its_variant(variant, precision):
     batch = (torch.ones(2, 4),)
     trainer.step(batch)
     trainer.watched_step(batch)
-    measure.saved_bytes(trainer, batch)
+    trainer.saved_bytes(batch)
     measure._first_steps({variant: trainer}, batch, False)
     assert trainer.model.seen == [precision] * 8 and report is None
     assert torch.get_float32_matmul_precision() == "highest"

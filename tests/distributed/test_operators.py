@@ -14,8 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from onepass import functional, numerics
+from onepass._dtensor import tensors
 from onepass._ops.entry import _parameters
-from onepass.distributed import tensors
 from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
 from tests.distributed.ranks import distributed, on_ranks, run
 

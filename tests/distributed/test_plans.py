@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
 from onepass import functional, numerics
-from onepass.distributed import plans
+from onepass._dtensor import plans
 from tests.distributed import dtensors
 from tests.distributed.dtensors import mesh_of
 from tests.distributed.ranks import distributed, on_ranks, run

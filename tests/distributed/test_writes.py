@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from onepass import functional
-from onepass.distributed import plans
+from onepass._dtensor import plans
 from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
 from tests.distributed.ranks import distributed, on_ranks
 from tests.distributed.test_operators import CASES, S0, S2, R, drawn, listed, upstream

@@ -147,7 +147,7 @@ RECIPES = {
         r"\bgate_forward|GatedMLP|gated_activation",
         "gate",
         {f"python/onepass/swapping/{name}.py" for name in SWAPPING}  # blocks of others
-        | {"python/onepass/compare/attribution.py"}  # the part of a step that it is
+        | {"python/onepass/tools/compare/attribution.py"}  # the part of a step that it is
         | {"python/onepass/integrations/transformers/kernels.py"},  # layers that are made of it
     ),
     "A new norm": (
@@ -158,8 +158,8 @@ RECIPES = {
         | {"python/onepass/integrations/torchtitan.py"}
         | {f"python/onepass/integrations/transformers/{n}.py" for n in ("__init__", "kernels")}
         | {
-            f"python/onepass/compare/{name}.py"
-            for name in "attribution model report settings".split()
+            f"python/onepass/tools/{name}.py"
+            for name in ("model", "compare/attribution", "compare/report", "compare/settings")
         },
     ),
     "A new score term of attention": (
@@ -169,7 +169,7 @@ RECIPES = {
         | {"csrc/ops/check.h"}  # the rule that losses have too
         | {"python/onepass/_ops/linear_loss.py", "python/onepass/functional/_internal.py"}
         | {"python/onepass/integrations/transformers/lazy_logits.py"}
-        | {f"python/onepass/distributed/{name}.py" for name in ("losses", "rules")}
+        | {f"python/onepass/_dtensor/{name}.py" for name in ("losses", "rules")}
         | {f"python/onepass/{name}/loss.py" for name in ("_ops", "functional", "nn", "reference")},
     ),
     "A new optimizer": (
@@ -178,7 +178,7 @@ RECIPES = {
         # In a docstring; a line of a table that shows some.
         {
             "python/onepass/integrations/transformers/trainer.py",
-            "python/onepass/estimate/optimizers.py",
+            "python/onepass/tools/estimate/optimizers.py",
             "python/onepass/integrations/timm.py",
         },
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from torch import nn
 
 import onepass
 from onepass import cli
-from onepass.compare.errors import BadInput
-from onepass.estimate import command, configs, report
-from onepass.estimate.survey import largest
+from onepass.tools.errors import BadInput
+from onepass.tools.estimate import command, configs
+from onepass.tools.estimate.survey import largest
 from tests.compare.cases import run_here
 
 pytestmark = pytest.mark.xdist_group("estimate")  # most tests read one run
@@ -81,7 +82,7 @@ MODEL = ["--model", f"{__name__}:make"]
 
 def test_the_tables_fit_into_80_columns_and_nothing_is_cut(run):
     printed, found, picture = run
-    assert max(map(len, printed.splitlines())) <= report.WIDTH_OFF_TERMINAL
+    assert max(map(len, printed.splitlines())) <= command.WIDTH
     assert "…" not in printed and f"{found['parameter_count']:,} parameters" in printed
     for word in ("gradients", "the loss's own", "AdamW, int8 moments", "model.layers.*.mlp",
                  "largest batch"):  # fmt: skip
@@ -139,15 +140,15 @@ def test_the_largest_batch_fits_and_one_more_does_not(run, config):
 @pytest.mark.parametrize("made", ["make", "make_nested"])
 def test_words_of_the_picture_lie_in_it_and_apart(made):
     pytest.importorskip("matplotlib", reason="draws the picture")
-    from onepass.estimate import plot
+    from onepass.tools.estimate import plot
     from tests.support import pictures
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(["--model", f"{__name__}:{made}", "--memory", "1GB"])
-    survey = command._survey(args, command._settings(args))
     line = " ".join(["onepass estimate", *args.model.split(":") * 20])
-    figure = pictures.drawn(lambda: plot._figure(survey, line))
+    survey = dataclasses.replace(command._survey(args, command._settings(args)), command=line)
+    figure = pictures.drawn(lambda: plot._figure(survey))
     pictures.assert_words_lie_apart(figure)
     names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
     assert any(name.startswith("...") for name in names) == (made == "make_nested")
@@ -277,7 +278,7 @@ def test_a_7b_config_needs_no_memory_to_speak_of_and_little_time(tmp_path):
     assert json.loads(done.stdout)["parameter_count"] == 6_738_415_616
     seconds, most = map(float, done.stderr.split()[-2:])
     assert most * 1024 < 2e9
-    # 11 on a quiet Xeon; 22 without the cache of `onepass.estimate.fakes`.
+    # 11 on a quiet Xeon; 22 without the cache of `onepass.tools.estimate.fakes`.
     assert seconds < 20, f"{seconds:.1f} CPU seconds"
 
 

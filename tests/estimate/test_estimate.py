@@ -13,13 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass._batch import call
 from onepass._policy import products
-from onepass.compare.measure import saved_bytes
-from onepass.compare.model import GPT, Sizes, cast
-from onepass.compare.settings import add_arguments, read_settings
-from onepass.compare.train import Trainer
-from onepass.compare.user_model import objective_of
-from onepass.estimate import optimizers, step
-from onepass.estimate.fakes import tensors_of
+from onepass.tools.compare.settings import add_arguments, read_settings
+from onepass.tools.compare.train import Trainer
+from onepass.tools.estimate import optimizers, step
+from onepass.tools.estimate.fakes import tensors_of
+from onepass.tools.model import GPT, Sizes, cast
+from onepass.tools.user_model import objective_of
 from tests.estimate.models import MODELS
 from tests.support import allocations
 
@@ -147,7 +146,7 @@ def test_what_is_saved_is_what_compare_measures(swap, dropout):
     found = onepass.estimate(model, (tokens, tokens), swap=swap)
     if swap:
         onepass.swap(model)
-    assert found.saved == saved_bytes(Trainer(model, settings), (tokens, tokens))
+    assert found.saved == Trainer(model, settings).saved_bytes((tokens, tokens))
 
 
 def test_real_data_and_none_are_the_same_timeline():

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onepass.estimate import fakes, step
-from onepass.estimate.subject import Subject
+from onepass.tools.estimate import fakes, step
+from onepass.tools.estimate.subject import Subject
 
 
 class Words(nn.Module):

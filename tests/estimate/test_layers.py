@@ -10,9 +10,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from onepass.estimate import layers, optimizers, step
-from onepass.estimate.subject import Subject, made
-from onepass.estimate.survey import DTYPES, Settings, Surveyor
+from onepass.tools.estimate import layers, optimizers, step
+from onepass.tools.estimate.subject import Subject, made
+from onepass.tools.estimate.survey import DTYPES, Settings, Surveyor
 
 LAYERS = layers.LEAST
 SIZES = {

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import onepass.bench
-import onepass.compare.plot
-import onepass.compare.report
+import onepass.tools.bench
+import onepass.tools.compare
 from onepass import cli
-from onepass._output_file import OutputFile
+from onepass.tools.output_file import OutputFile
 
 SMALL, LARGE = 1 << 16, 1 << 17
 
@@ -86,19 +85,18 @@ def commands(monkeypatch, begin):
 
     def compared(settings):
         begin()
-        return SimpleNamespace(to_dict=lambda: {"text": text})
+        return SimpleNamespace(to_dict=lambda: {"text": text}, show=lambda _: print("table"))
 
     def measured(cases, args, goals, file):
         begin()
         return {"failed": {}, "text": text}, [], {}, False
 
-    monkeypatch.setattr(onepass.compare, "run", compared)
-    monkeypatch.setattr(onepass.compare.report, "print_result", lambda *_: print("table"))
-    monkeypatch.setattr(onepass.compare.plot, "plot", lambda *_: text.encode())
-    monkeypatch.setattr(onepass.bench, "_run", measured)
-    monkeypatch.setattr("onepass.bench.report.print_tables", lambda *_: print("table"))
+    monkeypatch.setattr(onepass.tools.compare, "run", compared)
+    monkeypatch.setattr(onepass.tools.compare, "_plot", lambda *_: text.encode())
+    monkeypatch.setattr(onepass.tools.bench, "_run", measured)
+    monkeypatch.setattr("onepass.tools.bench.report.print_tables", lambda *_: print("table"))
     for name in ("print_doubts", "print_footer"):
-        monkeypatch.setattr(f"onepass.bench.report.{name}", lambda *_: None)
+        monkeypatch.setattr(f"onepass.tools.bench.report.{name}", lambda *_: None)
 
 
 WORDS = {

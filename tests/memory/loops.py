@@ -23,7 +23,7 @@ import torch
 
 import onepass
 from onepass import _malloc
-from onepass.bench.machine import page_faults, recycled_memory
+from onepass.tools.machine import page_faults, recycled_memory
 from tests.support import isolated
 
 GROWING = 12  # steps until a heap that keeps its blocks has all it needs

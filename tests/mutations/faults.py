@@ -161,13 +161,13 @@ FAULTS = [
         ("_random.py", "return seed if adjust is None else adjust(seed)", "return seed"),
         ("_ops/differentiation.py", "return float.fromhex(float(number).hex())", "return number"),
         (
-            "distributed/plans.py",
+            "_dtensor/plans.py",
             "                spec.placements,\n                value.shape,",
             "                value.shape,",
         ),
-        ("distributed/plans.py", "if gradient.placements != ctx.placements:", "if False:"),
+        ("_dtensor/plans.py", "if gradient.placements != ctx.placements:", "if False:"),
         (
-            "distributed/rules.py",
+            "_dtensor/rules.py",
             'counts = target != call["ignore_index"]',
             "counts = target == target",
         ),

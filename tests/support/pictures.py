@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from onepass import _plotting
+from onepass.tools import plotting
 
 
 def drawn(draw: Callable[[], Figure]) -> Figure:
     """The figure in the style of the package's pictures, drawn in pixels."""
-    with matplotlib.rc_context(_plotting.STYLE):
+    with matplotlib.rc_context(plotting.STYLE):
         figure = draw()
-        figure.set_dpi(_plotting.DPI)
+        figure.set_dpi(plotting.DPI)
         FigureCanvasAgg(figure).draw()
     return figure
 

@@ -14,7 +14,7 @@ from torch import nn
 import onepass
 from onepass._policy import device_attention, small_calls
 from onepass.swapping import notes
-from onepass.swapping.report import first_clause
+from onepass.swapping.texts import first_clause
 from tests.swap.foreign_norms import RMS
 from tests.swap.test_swap import Model
 

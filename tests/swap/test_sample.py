@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import onepass
-from onepass.bench import harness
-from onepass.bench.harness import Timing
 from onepass.swapping import by_name, matchers, sample
 from onepass.swapping.classes import Swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
+from onepass.tools import harness
+from onepass.tools.harness import Timing
 from tests.support.injection import bits
 
 STOCK_COST, FASTER, SLOWER = 1e-3, 0.5e-3, 2e-3
@@ -267,7 +267,7 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
 
 
 def test_numpy_is_asked_for_by_name(monkeypatch):
-    monkeypatch.delitem(sys.modules, "onepass.bench.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "onepass.tools.harness", raising=False)
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(ImportError, match=r"swap: sample needs numpy.*onepass\[tools\]"):
         swap(Net())
@@ -276,7 +276,7 @@ def test_numpy_is_asked_for_by_name(monkeypatch):
 # ---- noise, and a choice that is made again ------------------------------------------------------
 
 FAST, STEADY, SMALL, WIDE = [0.5] * 6, [1.0] * 6, [0.97, 1.03] * 3, [0.5, 1.6] * 3  # of a call
-MEASURE = "onepass.bench.harness.measure_pairs"
+MEASURE = "onepass.tools.harness.measure_pairs"
 
 
 def timing(times) -> Timing:

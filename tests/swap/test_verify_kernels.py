@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onepass
 from onepass import _dispatch_log
 from onepass._policy import small_calls
-from onepass.compare.model import GPT, Sizes
 from onepass.swapping import classes
 from onepass.swapping.matchers import KINDS
+from onepass.tools.model import GPT, Sizes
 from tests.swap import attention_by_hand
 from tests.swap.test_verify import broken
 from tests.test_conventions import declared_ops

@@ -16,6 +16,8 @@ from onepass._random import Given, Result, restores_rng_on_error
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+run_on_dtensors: Callable | None = None  # of `onepass._dtensor`, which registers it
+
 
 def _parameters(function: Callable) -> tuple[list[str], dict[str, object]]:
     """Names of those that may be given by position; the defaults of all, `Parameter.empty` where
@@ -36,17 +38,14 @@ def drawing_entry(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def _placed(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A call whose first argument is a DTensor runs on each process's part, by the rule of the
-    entry's name in `onepass.distributed.rules`, which is imported then."""
+    """A call whose first argument is a DTensor runs on each process's part."""
 
     function.parameters = _parameters(function)  # here: the compiler would trace the signature
 
     @functools.wraps(function)
     def call(first: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         if type(first) not in _PLAIN and is_dtensor(first):
-            from onepass.distributed.tensors import run
-
-            return run(function, first, *args, **kwargs)
+            return run_on_dtensors(function, first, *args, **kwargs)
         return function(first, *args, **kwargs)
 
     return call

@@ -227,13 +227,13 @@ def varlen_attention(
         TypeError: an argument is of a wrong type.
 
     Examples:
-        >>> begins = torch.tensor([0, 5, 12], dtype=torch.int32)  # sequences of 5 and 7 tokens
-        >>> query, key, value = (torch.randn(12, 8, 64) for _ in range(3))
+        >>> begins = torch.tensor([0, 50, 128], dtype=torch.int32)  # sequences of 50 and 78 tokens
+        >>> query, key, value = (torch.randn(128, 8, 64) for _ in range(3))
         >>> y = onepass.functional.varlen_attention(
-        ...     query, key, value, begins, begins, 7, 7, is_causal=True
+        ...     query, key, value, begins, begins, 78, 78, is_causal=True
         ... )
         >>> y.shape
-        torch.Size([12, 8, 64])
+        torch.Size([128, 8, 64])
     """
     try:
         op = "varlen_attention"

@@ -124,12 +124,12 @@ def attention_with_kv_cache(
             window_size is malformed.
 
     Examples:
-        >>> k_cache, v_cache = (torch.zeros(1, 2, 16, 64) for _ in range(2))
-        >>> query, key = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64)
+        >>> k_cache, v_cache = (torch.randn(1, 2, 16, 64) for _ in range(2))  # 9 tokens are used
+        >>> query, key, value = (torch.randn(1, heads, 1, 64) for heads in (8, 2, 2))
         >>> y = onepass.functional.attention_with_kv_cache(
-        ...     query, k_cache, v_cache, key, key, cache_seqlens=0
+        ...     query, k_cache, v_cache, key, value, cache_seqlens=9
         ... )
-        >>> torch.equal(k_cache[:, :, :1], key)
+        >>> torch.equal(k_cache[:, :, 9:10], key)
         True
     """
     try:

@@ -57,12 +57,12 @@ def causal_conv1d(
             or return_final_state with packed sequences.
 
     Examples:
-        >>> projected = torch.randn(1, 1024, 2 * 512)
-        >>> x = projected.transpose(1, 2)[:, :512]  # read in place
-        >>> weight, bias = torch.randn(512, 4), torch.randn(512)
+        >>> projected = torch.randn(1, 128, 2 * 64)
+        >>> x = projected.transpose(1, 2)[:, :64]  # read in place
+        >>> weight, bias = torch.randn(64, 4), torch.randn(64)
         >>> y = onepass.functional.causal_conv1d(x, weight, bias, activation="silu")
         >>> y.shape
-        torch.Size([1, 512, 1024])
+        torch.Size([1, 64, 128])
     """
     try:
         if activation not in ACTIVATIONS:

@@ -156,7 +156,7 @@ def drop_path_scale(
         samples = input.shape[0] if input.dim() > 1 else 1
         scale = _dropout.row_scale(samples, drop_prob, dtype, input.device, scale_by_keep)
         if is_dtensor(input):
-            from onepass.distributed.tensors import same_on_all
+            from onepass._dtensor.tensors import same_on_all
 
             scale = same_on_all(scale, input)
         return scale if input.dim() > 1 else scale.reshape(())

@@ -10,6 +10,7 @@ What is swapped:
     matchers.py      the kind of a module, from its structure alone
     callsites.py     modules that call F.scaled_dot_product_attention or F.linear, from their code
     by_name.py       modules that take attention by a name in their config (transformers)
+    providers.py     what integrations know of other packages' models
     plan.py          the plan of a swap; sample.py what of it gains on a batch of the user's
     changes.py       the edits of a call, undone unless it returns
     reasons.py       why a module keeps its class
@@ -17,6 +18,8 @@ What is swapped:
 What is proven, and computes:
 
     specs.py         the results of matchers and proofs
+    trials.py        a twin, random numbers and the numerics rule, which all proofs share
+    facts.py         what a proof reads of a module, and whether it is still so
     probe.py         the numeric proof that a foreign norm is one that onepass computes; foreign.py
                      computes it
     gated.py         the same for gated feed-forward blocks
@@ -33,7 +36,7 @@ What is proven, and computes:
 
 What is told:
 
-    report.py        the changes, as a table; notes.py its notes
+    report.py        the changes, as a table; notes.py its notes, texts.py lines and tables
     verify.py        stock against swapped: runs.py the runs, masks.py the same dropout in both,
                      kernels.py single calls, verification.py the verdict
     undisturbed.py   the state that running a model may change

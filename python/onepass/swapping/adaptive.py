@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,13 +21,13 @@ import torch.fx
 from torch import Tensor, nn
 
 import onepass.functional
-from onepass import _stock, numerics
+from onepass import _stock
 from onepass._imported import is_a
 from onepass._ops.norm import NormKind
 from onepass._refusals import is_number, or_torchs
 from onepass.nn._parts import all_modules_have_hooks, forward_of, has_hooks, is_untouched
 from onepass.reference import norm as reference
-from onepass.swapping import probe
+from onepass.swapping import trials
 from onepass.swapping.classes import Swapped, run_original
 from onepass.swapping.inputs import is_plain
 from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
@@ -210,8 +209,6 @@ def obstacle(module: nn.Module) -> SkipReason | None:
 
 _BATCH, _TOKENS, _CONDITION = 2, 3, 5
 _DRAWS = 4  # judged together
-# A wrong formula is off by 1e-3 or more, and float32's own rounding by less than a thousandth.
-_MOST_ERROR = 1e-5
 
 
 class _Given(nn.Module):
@@ -229,12 +226,12 @@ def configuration(module: nn.Module, form: str) -> tuple:
     """Two modules with the same configuration get the same verdict. Valid while both are alive."""
     norm = module._modules["norm"]
     of_parts = tuple(
-        (type(part), tuple(sorted(probe.attributes(part).items())))
+        (type(part), tuple(sorted(trials.attributes(part).items())))
         for part in (norm, module._modules["silu"])
     )
     embeds = module._modules.get("emb") is not None
-    cls = type(module)
-    return cls, cls.forward, form, embeds, of_parts, tuple(sorted(probe.attributes(module).items()))
+    cls, of_module = type(module), tuple(sorted(trials.attributes(module).items()))
+    return cls, cls.forward, form, embeds, of_parts, of_module
 
 
 def prove(module: nn.Module, form: str) -> AdaptiveSpec | str:
@@ -242,11 +239,11 @@ def prove(module: nn.Module, form: str) -> AdaptiveSpec | str:
 
     The module is only read, as by `probe.probe`.
     """
-    with probe.isolated():
+    with trials.isolated():
         try:
             for dtype in (torch.float32, torch.bfloat16):
                 _judge(module, form, dtype)
-        except probe.Refused as refusal:
+        except trials.Refused as refusal:
             return str(refusal)
     return AdaptiveSpec(form, int(kind_of(module._modules["norm"])))
 
@@ -256,34 +253,8 @@ def _judge(module: nn.Module, form: str, dtype: torch.dtype) -> None:
     kind = kind_of(module._modules["norm"])  # a twin's norm is not called as a module
     fused, exact = (functools.partial(f, kind) for f in (_fused_as, _exact))
     forwards = (type(module).forward, _with(run, fused), _with(run, exact))
-    judge(form, dtype, forwards, lambda *case: _results(module, form, *case))
-
-
-def judge(
-    form: str, dtype: torch.dtype, forwards: Sequence, results: Callable, draws: int = _DRAWS
-) -> None:
-    """Compares results(dtype, seed, forward) of three forwards: stock's, ours, and the form in
-    float64.
-
-    Raises:
-        probe.Refused: the first is not the form, or the second is less accurate.
-    """
-    where = f"in {str(dtype).removeprefix('torch.')}"
-    columns = []
-    for seed in range(draws):
-        stock, ours, ref = (results(dtype, seed, forward) for forward in forwards)
-        if [x.dtype for x in ours] != [x.dtype for x in stock] or len(ours) != len(ref):
-            raise probe.Refused(f"returns other tensors than {form} does {where}")
-        columns.append(list(zip(ours, ref, stock, strict=True)))
-    for number, found in enumerate(zip(*columns, strict=True)):
-        ours, ref, stock = (list(tensors) for tensors in zip(*found, strict=True))
-        if dtype is torch.float32:
-            error = max(map(probe.distance, stock, ref))
-            if not error < _MOST_ERROR:
-                raise probe.Refused(f"is not {form}: result {number} is off by {error:.2g}")
-        verdict = numerics.compare(ours, ref, stock)
-        if not verdict.ok:
-            raise probe.Refused(f"onepass would be less accurate {where}: {verdict.text}")
+    results = functools.partial(_results, module, form)
+    trials.judge(form, dtype, forwards, results, _DRAWS)
 
 
 def _with(run, modulate: Modulate):
@@ -299,12 +270,8 @@ def _exact(kind: NormKind, norm: nn.Module, x, scale, shift):
 
 def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     """Outputs of a forward on a twin with a small linear layer, and gradients of its inputs."""
-    random = torch.Generator().manual_seed(22 + seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, device="cpu").to(dtype)
-
-    twin = probe.twin(module)
+    normal = functools.partial(trials.normals(22 + seed, torch.float32), dtype=dtype)
+    twin = trials.twin(module)
     twin._modules.update(dict.fromkeys(module._modules))
     norm = twin._modules["norm"] = copy.deepcopy(module._modules["norm"])
     twin._modules["silu"] = copy.deepcopy(module._modules["silu"])
@@ -315,7 +282,7 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     )
     for parameter in linear.parameters():
         parameter.data = normal(*parameter.shape)
-    probe.call_without_hooks(twin)
+    trials.call_without_hooks(twin)
     x = normal(_BATCH, _TOKENS, width).requires_grad_()
     given = normal(_BATCH, _CONDITION)
     _, argument = FORMS[form]
@@ -323,20 +290,5 @@ def _results(module, form, dtype, seed, forward) -> list[Tensor]:
     if module._modules.get("emb") is not None:
         twin._modules["emb"], named = _Given(given), {}
     leaves = [x, linear.bias]  # a bias has the gradient of one number of scale or shift
-    return outcome(lambda: forward(twin, x, **named), leaves, normal)
-
-
-def outcome(run: Callable, leaves: list[Tensor], normal: Callable) -> list[Tensor]:
-    """The results of `run`, and gradients of leaves for upstream gradients that are normal(*shape).
-
-    Raises:
-        probe.Refused: it fails.
-    """
-    try:
-        outputs = run()
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        upstream = [normal(*y.shape).to(y.dtype) for y in outputs]
-        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
-    except Exception as error:  # foreign code may raise anything: each is a reason
-        text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
-        raise probe.Refused(f"fails on small layers: {text}") from None
+    with trials.foreign("fails on small layers"):
+        return trials.outcome(lambda: forward(twin, x, **named), leaves, lambda y: normal(*y.shape))

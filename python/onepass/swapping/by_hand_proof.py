@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import _dispatch_log, numerics
-from onepass.swapping import probe
+from onepass.swapping import trials
 from onepass.swapping.by_hand_call import call_of
 from onepass.swapping.scores import Form, Term
 
@@ -64,18 +64,18 @@ def _proof(form: Form, value: Tensor) -> str:
     seq_q, keys = form.query.shape[-2], math.prod((*form.lead, form.key.shape[-2]))
     count = max(1, min(_ROWS, seq_q, _MOST_SCORES // keys))
     # Hooks of its own: those of a checkpoint around the call count what is saved.
-    with probe.isolated(), _dispatch_log.unrecorded(), _UNHOOKED, torch._C.DisableTorchFunction():
+    with trials.isolated(), _dispatch_log.unrecorded(), _UNHOOKED, torch._C.DisableTorchFunction():
         rows = torch.linspace(0, seq_q - 1, count, device="cpu").long()
         form = _of_rows(form, rows)
-        random = torch.Generator("cpu").manual_seed(7)
+        normal = trials.normals(7, torch.float32)
 
         def like(tensor: Tensor) -> Tensor:
-            drawn = torch.randn(tensor.shape, generator=random, device="cpu")
+            drawn = normal(*tensor.shape)
             return (drawn * tensor.detach().float().square().mean().sqrt()).to(tensor.dtype)
 
         def draw(form: Form, value: Tensor) -> tuple[list[Tensor], ...]:
             size = (*form.lead, count, value.shape[-1])
-            return _draw(form, value, torch.randn(size, generator=random, device="cpu"))
+            return _draw(form, value, normal(*size))
 
         reason = _difference([draw(form, value) for _ in range(_DRAWS)])
         if reason:
@@ -111,9 +111,8 @@ def _difference(draws: list[tuple], bounds: float = 1.0) -> str:
 def _outcome(run: Callable, form: Form, qkv, upstream: Tensor) -> list[Tensor]:
     """The output, and the gradients of query, key and value."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in qkv]
-    output = run(replace(form, query=leaves[0], key=leaves[1]), leaves[2])
-    gradients = torch.autograd.grad(output, leaves, upstream.to(output.dtype))
-    return [output.detach(), *gradients]
+    of_leaves = replace(form, query=leaves[0], key=leaves[1])
+    return trials.outcome(lambda: run(of_leaves, leaves[2]), leaves, lambda _: upstream)
 
 
 def _as_one_call(form: Form, value: Tensor) -> Tensor:
@@ -155,5 +154,5 @@ def _of_rows(form: Form, rows: Tensor) -> Form:
 
 def _in_double(form: Form) -> Form:
     """The form in float64, without its casts."""
-    steps = (step.map(probe.in_double) for step in form.steps if step.kind != "cast")
+    steps = (step.map(trials.in_double) for step in form.steps if step.kind != "cast")
     return replace(form, steps=tuple(steps))

@@ -16,10 +16,11 @@ from torch import nn
 from onepass import _stock
 from onepass.swapping import matchers
 from onepass.swapping.changes import Edit
-from onepass.swapping.report import Report, grouped
+from onepass.swapping.providers import MODELS, imported, provider
+from onepass.swapping.report import Report
+from onepass.swapping.texts import grouped
 from onepass.swapping.walk import Found
 
-_MODELS = "onepass.integrations.transformers.models"
 TO = "onepass's attention, by transformers' registry"  # an entry's "to"
 _ATTACHED = (
     "{names}: on onepass's attention by transformers' registry since before this swap; unswap "
@@ -29,7 +30,7 @@ _ATTACHED = (
 
 def is_attached(module: nn.Module) -> bool:
     """Whether a module that takes attention by name takes onepass's already."""
-    models = sys.modules.get(_MODELS)
+    models = imported(MODELS)
     return models is not None and models.is_attached(module)
 
 
@@ -59,7 +60,7 @@ def plan_swap(
 
 def plan_unswap(model: nn.Module, found: list[Found]) -> tuple[list[Edit], list[Found]]:
     """The edits that undo a swap, and the modules that they change."""
-    models = sys.modules.get(_MODELS)  # not imported: nothing is attached
+    models = imported(MODELS)  # not imported: nothing is attached
     edits = [] if models is None else models.plan_unswap(model)
     configs = {id(edit.owner) for edit in edits}
     return edits, [item for item in found if edits and _is_served(item.module, configs)]
@@ -69,7 +70,7 @@ def notes(model: nn.Module, report: Report) -> list[str]:
     """Notes on the attention that the swapped modules take by name."""
     if not any(entry["to"] == TO for entry in report.swapped):
         return []
-    models = sys.modules[_MODELS]
+    models = imported(MODELS)
     modules = dict(model.named_modules())
     ours = {id(edit.owner) for edit in models.plan_unswap(model)}
     attached = [
@@ -90,11 +91,10 @@ def _is_served(module: nn.Module, configs: set[int]) -> bool:
 
 
 def _integration() -> tuple[ModuleType | None, str]:
-    """onepass.integrations.transformers.models, or None and why."""
+    """The provider, or None and why."""
     if "transformers.modeling_utils" not in sys.modules:
         return None, "takes attention by name from a registry that is not transformers'"
     try:
-        from onepass.integrations.transformers import models
+        return provider(MODELS), ""
     except ImportError as error:  # a version without the registry of masks
         return None, str(error)
-    return models, ""

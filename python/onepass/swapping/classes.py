@@ -26,8 +26,9 @@ from onepass.functional._internal import (
     linear_where_it_gains,
 )
 from onepass.swapping import foreign, rotary
+from onepass.swapping.facts import is_as_proven
 from onepass.swapping.inputs import is_for_attention, is_for_loss, is_for_norm, is_plain
-from onepass.swapping.probe import is_as_proven
+from onepass.swapping.providers import LAZY_LOGITS, LOSSES, provider
 from onepass.swapping.quantization import Qconfig
 from onepass.swapping.redirection import ARE_SMALL, redirected
 from onepass.swapping.specs import (
@@ -381,16 +382,13 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
         run = redirected(run, kinds) if kinds else run
         heads = [call.name for call in spec if isinstance(call, HeadSpec)]
         if heads:
-            from onepass.integrations.transformers import lazy_logits
-
+            lazy_logits = provider(LAZY_LOGITS)
             run = lazy_logits.forward_of(run)
             namespace |= {name: lazy_logits.head_of(name) for name in heads}
         if run is not original.forward:
             namespace["forward"] = run
         if "loss_function" in spec:
-            from onepass.integrations.transformers import losses
-
-            namespace["loss_function"] = losses.redirected(original.loss_function)
+            namespace["loss_function"] = provider(LOSSES).redirected(original.loss_function)
     if forward is ForeignNormForward:
         namespace["_onepass_out_dtypes"] = {(x, w): out for x, w, out in spec.dtypes}
         namespace["_onepass_autocast_dtypes"] = {}

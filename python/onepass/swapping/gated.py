@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from onepass._overrides import visibly
 from onepass._policy import small_calls
 from onepass._refusals import or_torchs
 from onepass.reference import gate as reference
-from onepass.swapping import probe
+from onepass.swapping import facts, trials
 from onepass.swapping.classes import ProvenForward, run_original
 from onepass.swapping.inputs import is_plain
 from onepass.swapping.specs import GatedSpec
@@ -122,12 +121,12 @@ def prove(module: nn.Module, found: Parts) -> GatedSpec | str:
     The module is only read, as by `probe.probe`.
     """
     reason = "is no gated feed-forward block with an activation that onepass has"
-    with probe.isolated():
+    with trials.isolated():
         for gate, up, down in _roles(module, found):
             try:
                 for spec in _Trial(module, found, gate, up, down).specs():
                     return spec
-            except probe.Refused as refusal:
+            except trials.Refused as refusal:
                 reason = str(refusal)
     return reason
 
@@ -136,9 +135,9 @@ def configuration(module: nn.Module, found: Parts) -> tuple:
     """Two modules with the same configuration get the same verdict. Valid while both are alive."""
     cls = type(module)
     activation = module._modules[found.activation] if found.activation else None
-    of_activation = tuple(sorted(probe.attributes(activation).items())) if activation else ()
+    of_activation = tuple(sorted(trials.attributes(activation).items())) if activation else ()
     sizes = tuple(_roles(module, found))
-    of_module = tuple(sorted(probe.attributes(module).items()))
+    of_module = tuple(sorted(trials.attributes(module).items()))
     return cls, cls.forward, found, sizes, type(activation), of_activation, of_module
 
 
@@ -148,13 +147,9 @@ class _Trial:
     def __init__(self, module: nn.Module, found: Parts, gate: str, up: str | None, down: str):
         self.names = {"gate": gate, "up": up, "down": down}
         self.argument = found.argument
-        self.held = probe.held(module, *filter(None, (found.activation,)))
-        random = torch.Generator().manual_seed(21)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=random, device="cpu", dtype=torch.float64)
-
-        twin = probe.twin(module)
+        self.held = facts.held(module, *filter(None, (found.activation,)))
+        normal = trials.normals(21)
+        twin = trials.twin(module)
         sizes = {
             gate: (_IN, _HIDDEN if up else 2 * _HIDDEN),
             up: (_IN, _HIDDEN),
@@ -166,19 +161,16 @@ class _Trial:
                 parameter.data = normal(*parameter.shape)
         if found.activation is not None:
             twin._modules[found.activation] = copy.deepcopy(module._modules[found.activation])
-        probe.call_without_hooks(twin)
+        trials.call_without_hooks(twin)
         x = 2.0 * normal(2, 3, _IN)
         self.gate = twin._modules[gate](x)
         self.up = twin._modules[up](x) if up else None
         self.down = twin._modules[down]
         state = torch.get_rng_state()
-        try:
+        with trials.foreign("fails on small layers"):
             self.outputs = [type(module).forward(twin.train(on), x) for on in (True, False)]
-        except Exception as error:  # foreign code may raise anything: each is a reason
-            text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
-            raise probe.Refused(f"fails on small layers: {text}") from None
         if not torch.equal(torch.get_rng_state(), state):
-            raise probe.Refused("draws random numbers")
+            raise trials.Refused("draws random numbers")
 
     def specs(self) -> Iterator[GatedSpec]:
         """The specs of blocks that give these outputs."""
@@ -189,7 +181,7 @@ class _Trial:
             if all(
                 isinstance(output, Tensor)
                 and output.shape == expected.shape
-                and probe.distance(output, expected) < _MOST_ERROR
+                and trials.distance(output, expected) < _MOST_ERROR
                 for output in self.outputs
             ):
                 yield GatedSpec(

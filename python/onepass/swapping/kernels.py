@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass import _dispatch_log, numerics
 from onepass._ops.decomposition import FORMULAS
-from onepass.swapping.probe import in_double
+from onepass.swapping.trials import in_double
 from onepass.swapping.verification import distance, largest_of
 
 _MOST_CALLS = 4  # of each operator

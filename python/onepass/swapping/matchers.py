@@ -21,6 +21,7 @@ from onepass._policy import products, small_calls
 from onepass.nn._parts import has_hooks
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
 from onepass.swapping.inputs import MOST_HEAD_DIM, has_kernels
+from onepass.swapping.providers import DIFFUSERS, provider
 from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 from onepass.swapping.specs import Structure
 
@@ -214,9 +215,7 @@ def _attention(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match
         called = ("attention",) * reached.attention + ("attention_by_hand",) * reached.by_hand
         return Match("attention", forward=classes.Calls, reason=reason, calls=called)
     if reached.dispatch:
-        from onepass.integrations import diffusers
-
-        text = diffusers.refusal(module)
+        text = provider(DIFFUSERS).refusal(module)
         reason = Reason.DIFFUSERS.with_text(text) if text else None
         if reached.checkpoint:
             reason = Reason.CHECKPOINTS.format("attention")

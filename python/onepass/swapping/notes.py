@@ -19,9 +19,10 @@ from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.inputs import MOST_HEAD_DIM
 from onepass.swapping.plan import Plan
-from onepass.swapping.report import grouped
+from onepass.swapping.providers import DIFFUSERS, provider
 from onepass.swapping.restored import ATTACHED
 from onepass.swapping.specs import RotarySpec
+from onepass.swapping.texts import grouped
 from onepass.swapping.walk import wrapper
 
 _RANDOM_STREAMS = (
@@ -184,9 +185,7 @@ def _of_costs(plan: Plan) -> Iterator[str]:
         if classes.redirects(change.cls, "attention") and callsites.calls_of(change.module).dispatch
     ]
     if dispatching:
-        from onepass.integrations import diffusers
-
-        yield from _note(diffusers.NOTE, dispatching)
+        yield from _note(provider(DIFFUSERS).NOTE, dispatching)
     if any(_is_layer_norm(change.cls) for change in plan.classes):
         yield small_calls.NORM_NOTE
     if any(issubclass(change.cls, _GROUP_NORMS) for change in plan.classes):

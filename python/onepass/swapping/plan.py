@@ -24,6 +24,7 @@ from onepass.swapping import (
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
+from onepass.swapping.providers import LAZY_LOGITS, provider
 from onepass.swapping.reasons import Reason, SkipReason
 from onepass.swapping.report import Report
 from onepass.swapping.restored import without
@@ -339,8 +340,7 @@ class Plan:
     def _head(self, model: nn.Module) -> list[HeadSpec]:
         """The head of a model of transformers, if its logits can be lazy; other heads are
         listed."""
-        from onepass.integrations.transformers import lazy_logits
-
+        lazy_logits = provider(LAZY_LOGITS)
         name = lazy_logits.head_name(model)
         if name is None:
             self._refuse(self._items[id(model)], Reason.NOT_A_CHILD.format())

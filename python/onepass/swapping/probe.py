@@ -16,13 +16,9 @@ the table by which the swapped module decides; with any other it runs the origin
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import itertools
 import math
-import textwrap
 import types
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,10 +26,20 @@ from torch import Tensor, nn
 
 from onepass import numerics
 from onepass._ops.norm import NormKind, norm
-from onepass.nn._parts import runs_its_class
 from onepass.reference import norm as reference
-from onepass.swapping import callsites
-from onepass.swapping.specs import Held, NormSpec, Structure
+from onepass.swapping.facts import held
+from onepass.swapping.specs import NormSpec, Structure
+from onepass.swapping.trials import (
+    Refused,
+    attributes,
+    distance,
+    foreign,
+    in_double,
+    isolated,
+    normals,
+    outcome,
+    twin,
+)
 
 _REQUIRED = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,10 +66,6 @@ class _Size(NamedTuple):
     name: str
     scale: float
     shift: float
-
-
-class Refused(Exception):
-    """Carries the reason for the report."""
 
 
 def probe(module: nn.Module, structure: Structure, *, forced: bool = False) -> NormSpec | str:
@@ -98,7 +100,7 @@ class _Probe:
         self.structure, self.eps = structure, eps
         self.forward = type(module).forward
         self.cols = getattr(module, structure.weight).shape[0]
-        self.random = torch.Generator().manual_seed(20)
+        self.normal = normals(20)
         if self.cols == 0:
             raise Refused("its weight is empty")
         if not self.eps >= 0.0 or math.isinf(self.eps):
@@ -247,15 +249,12 @@ class _Probe:
     def _draw(self, rows, size: _Size, input_dtype, weight_dtype) -> tuple[Tensor | None, ...]:
         """(input, weight, bias, gradient of the output), the bias None where there is none."""
 
-        def normal(*shape, dtype, scale=1.0, shift=0.0):
-            drawn = torch.randn(shape, generator=self.random, device="cpu", dtype=torch.float64)
-            return (scale * (drawn + shift)).to(dtype)
-
         shape = (*rows, self.cols)
-        input = normal(*shape, dtype=input_dtype, scale=size.scale, shift=size.shift)
-        weight = normal(self.cols, dtype=weight_dtype)
-        bias = None if self.structure.bias is None else normal(self.cols, dtype=weight_dtype)
-        return input, weight, bias, normal(*shape, dtype=torch.float32)
+        input = (size.scale * (self.normal(*shape) + size.shift)).to(input_dtype)
+        weight = self.normal(self.cols, dtype=weight_dtype)
+        has_bias = self.structure.bias is not None
+        bias = self.normal(self.cols, dtype=weight_dtype) if has_bias else None
+        return input, weight, bias, self.normal(*shape, dtype=torch.float32)
 
     def _original(self, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
         def forward(input, weight, bias):
@@ -264,25 +263,25 @@ class _Probe:
                 self.twin._parameters[self.structure.bias] = bias
             return self.forward(self.twin, input)
 
-        try:
+        dtypes = f"{_dtype_name(input.dtype)} input, {_dtype_name(weight.dtype)} weight"
+        with foreign(f"fails on a {input.dim()}-D {dtypes}"):
             return self._gradients(forward, input, weight, bias, dy)
-        except Refused:
-            raise
-        except Exception as error:  # foreign code may raise anything: each is a reason
-            text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
-            dtypes = f"{_dtype_name(input.dtype)} input, {_dtype_name(weight.dtype)} weight"
-            raise Refused(f"fails on a {input.dim()}-D {dtypes}: {text}") from None
 
     def _gradients(self, forward, input, weight, bias, dy) -> tuple[Tensor | None, ...]:
         """(output, and the gradients of input, weight, bias) of a function of these three."""
         leaves = [None if x is None else nn.Parameter(x.clone()) for x in (input, weight, bias)]
-        output = forward(*leaves)
-        if not isinstance(output, Tensor) or output.shape != input.shape:
-            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise Refused(f"returns {got} for an input of shape {tuple(input.shape)}")
         wanted = [leaf for leaf in leaves if leaf is not None]
-        gradients = iter(torch.autograd.grad(output, wanted, dy.to(output.dtype)))
-        return output.detach(), *(None if leaf is None else next(gradients) for leaf in leaves)
+
+        def call() -> Tensor:
+            output = forward(*leaves)
+            if not isinstance(output, Tensor) or output.shape != input.shape:
+                got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise Refused(f"returns {got} for an input of shape {tuple(input.shape)}")
+            return output
+
+        output, *rest = outcome(call, wanted, lambda _: dy)
+        gradients = iter(rest)
+        return output, *(None if leaf is None else next(gradients) for leaf in leaves)
 
     def _ours(self, out_dtype, tensors, where: str) -> tuple[Tensor | None, ...]:
         try:
@@ -321,130 +320,6 @@ class _Probe:
 
 
 _OUTPUTS = ("output", "gradient of the input", "gradient of the weight", "gradient of the bias")
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
-def twin(module: nn.Module) -> nn.Module:
-    """A deep copy without tensors and hooks (hooks could copy a whole model)."""
-    try:
-        twin = type(module).__new__(type(module))
-        nn.Module.__init__(twin)
-        for name, value in vars(module).items():
-            if name not in _MODULE_ATTRIBUTES:
-                vars(twin)[name] = copy.deepcopy(value)
-    except Exception as error:  # foreign __new__ and __deepcopy__
-        raise Refused(f"cannot be copied: {error}") from None
-    twin._parameters.update(dict.fromkeys(module._parameters))
-    return twin
-
-
-def call_without_hooks(twin: nn.Module) -> None:
-    """Makes a call of each module in a twin a call of its forward: hooks on all modules are the
-    user's."""
-    for part in twin.modules():
-        vars(part)["_compiled_call_impl"] = part.forward
-
-
-def attributes(module: nn.Module) -> dict[str, tuple]:
-    """Fields of an instance other than tensors and torch's own; by value if they have one."""
-    return {
-        name: (type(value).__name__, repr(value) if _is_value(value) else str(id(value)))
-        for name, value in vars(module).items()
-        if name not in _MODULE_ATTRIBUTES
-    }
-
-
-def held(module: nn.Module, *children: str, besides: str = "") -> tuple[Held, ...]:
-    """The facts that a proof reads of a module and of some children.
-
-    Args:
-        besides: an attribute that the fused forward reads itself at each call.
-    """
-    found = []
-    for name, part in (("", module), *((name, module._modules[name]) for name in children)):
-        read = callsites.attributes_read(part) - {*_MODULE_ATTRIBUTES, besides}
-        attributes = tuple((key, told(vars(part)[key])) for key in sorted(read))
-        if name or attributes:
-            found.append(Held(name, type(part) if name else None, attributes))
-    return tuple(found)
-
-
-def is_as_proven(module: nn.Module, held: tuple[Held, ...]) -> bool:
-    """Whether a module and its children are still those of the proof, so that a fused forward may
-    do without calling them; asked at each call."""
-    for name, cls, attributes in held:
-        part = module
-        if name:
-            part = module._modules.get(name)
-            if type(part) is not cls or not runs_its_class(part):
-                return False
-        for key, known in attributes:
-            value = getattr(part, key, held)
-            if value is not known and told(value) != known:
-                return False
-    return True
-
-
-def told(value):
-    """Fingerprint of an attribute; hashable, and equal for copies of it. An object of
-    another package is told by its class alone."""
-    if isinstance(value, functools.partial):
-        return told(value.func), told(value.args), told(value.keywords)
-    if isinstance(value, types.MethodType):
-        return value.__func__
-    if isinstance(value, (list, set, frozenset, dict)):
-        return type(value), repr(value) if _is_value(value) else len(value)
-    functions = (types.FunctionType, types.BuiltinFunctionType, type)
-    return value if isinstance(value, functions) or _is_value(value) else type(value)
-
-
-def _is_value(value) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_value, value))
-    if isinstance(value, dict):
-        return all(map(_is_value, value)) and all(map(_is_value, value.values()))
-    return value is None or isinstance(
-        value, (bool, int, float, str, bytes, torch.dtype, torch.device)
-    )
-
-
-@contextlib.contextmanager
-def isolated() -> Iterator[None]:
-    """Isolates the probe from the caller's modes, and the caller from the probe's random draws."""
-    with (
-        _one_thread(),
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread: the inputs are small, and on a busy machine parallel regions wait."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def in_double(argument: object) -> object:
-    """An argument in float64: a floating tensor, or a dtype; others as they are."""
-    if isinstance(argument, torch.dtype):
-        return torch.float64
-    is_floating = isinstance(argument, Tensor) and argument.is_floating_point()
-    return argument.double() if is_floating else argument
-
-
-def distance(output: Tensor, ref: Tensor) -> float:
-    """Largest difference, relative to ref's largest value; infinite if there is a NaN."""
-    distance = ((output.double() - ref).abs().max() / ref.abs().max()).item()
-    return distance if math.isfinite(distance) else math.inf
 
 
 def _formula_name(kind: NormKind, weight_offset: float) -> str:

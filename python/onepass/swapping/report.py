@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import collections
 import html
-import re
-import shutil
-import textwrap
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch import nn
 
 from onepass.swapping import by_hand
 from onepass.swapping.changes import Change, Edit
-
-if TYPE_CHECKING:
-    from onepass.swapping.sample import Decision
+from onepass.swapping.texts import (
+    MOST_LINES,
+    first_clause,
+    grouped,
+    html_list,
+    html_row,
+    listed,
+    rows,
+    shortened,
+    table,
+)
 
 _HINT = "swap changes the model in place; drop the assignment"
-MOST_LINES, _LINES_OF_ONE = 5, 2  # of notes, and of a note, that `print` shows
-_BULLET = ("  - ", "    ")
 _NAMED = 3  # groups of names in the line of `unswap`
 _COLUMNS = {
     "swapped": ("name", "count", "kind", "from", "to"),
@@ -55,7 +57,7 @@ class Report:
         self._model = model
         self._changes: list[Change] = []
         self._named: list[Edit] = []  # of the configs by which modules take attention by name
-        self._decision: Decision | None = None  # what a sample decided
+        self._decision = None  # the `sample.Decision`, once there is one
         self._earlier: set[tuple[str, str]] = set()  # (name, kind) of what ran before this call
 
     def _complete(self) -> list[str]:
@@ -176,12 +178,12 @@ class Report:
         for section, columns in _COLUMNS.items():
             found = self._rows(section)
             if found:
-                head = _html_row("th", columns, columns)
-                body = "".join(_html_row("td", columns, map(html.escape, row)) for row in found)
+                head = html_row("th", columns, columns)
+                body = "".join(html_row("td", columns, map(html.escape, row)) for row in found)
                 parts.append(f"<table><caption>{section}</caption>{head}{body}</table>")
         if notes:
-            parts.append(_html_list(first_clause(note) for note in notes[:MOST_LINES]))
-            whole = f"<summary>{len(notes)} notes, whole</summary>{_html_list(notes)}"
+            parts.append(html_list(first_clause(note) for note in notes[:MOST_LINES]))
+            whole = f"<summary>{len(notes)} notes, whole</summary>{html_list(notes)}"
             parts.append(f"<details>{whole}</details>")
         return "\n".join(parts)
 
@@ -201,10 +203,6 @@ class Report:
         return {**vars(self), "_model": None, "_changes": [], "_named": []}
 
 
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 class Restored(list[str]):
     """The names of the modules that `unswap` changed; prints as one line."""
 
@@ -217,132 +215,3 @@ class Restored(list[str]):
         return f"onepass.unswap: restored {modules}: {', '.join(groups[:_NAMED])}{more}"
 
     __repr__ = __str__
-
-
-def listed(notes: list[str]) -> list[str]:
-    """The lines that print notes, no wider than the terminal; none if there are no notes."""
-    if not notes:
-        return []
-    width = _width_of_notes()
-    return ["", "notes", *(folded(note, width, *_BULLET) for note in notes)]
-
-
-def shortened(notes: list[str]) -> list[str]:
-    """The first clauses of the first notes, in at most `MOST_LINES` lines below their head."""
-    whole, lines = listed(notes), []
-    for note in notes:
-        most = min(MOST_LINES - len(lines), _LINES_OF_ONE)
-        if not most:
-            break
-        clause = first_clause(note)
-        lines += folded(clause, _width_of_notes(), *_BULLET, max_lines=most).splitlines()
-    if "\n".join(lines) == "\n".join(whole[2:]):
-        return whole
-    return ["", "notes (print(report.details()) has all of them)", *lines]
-
-
-def first_clause(note: str) -> str:
-    """The part of a note before the first semicolon: its point."""
-    return note.partition("; ")[0]
-
-
-def _width_of_notes() -> int:
-    return min(100, terminal_width(100))
-
-
-def terminal_width(otherwise: int = 1 << 20) -> int:
-    """Columns of the terminal; `otherwise` where stdout is none."""
-    return shutil.get_terminal_size((otherwise, 24)).columns
-
-
-def folded(
-    text: str,
-    width: int,
-    first: str = "",
-    others: str = "    ",
-    max_lines: int | None = None,
-) -> str:
-    """The text in lines of this width, which begin with `first` and `others`; words stay whole."""
-    return textwrap.fill(
-        text,
-        width=width,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-        max_lines=max_lines,
-        placeholder=" ...",
-    )
-
-
-def _html_list(items: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{html.escape(item)}</li>' for item in items)}</ul>"
-
-
-def _html_row(tag: str, columns: Iterable[str], cells: Iterable[str]) -> str:
-    """A row of a table; notebooks would align words to the right."""
-    sides = ("right" if column == "count" else "left" for column in columns)
-    return "<tr>{}</tr>".format(
-        "".join(
-            f'<{tag} style="text-align: {side}">{cell}</{tag}>'
-            for side, cell in zip(sides, cells, strict=True)
-        )
-    )
-
-
-def preformatted(text: str) -> str:
-    """HTML of the text, whose long lines a notebook folds between words."""
-    return f'<pre style="white-space: pre-wrap; word-break: normal">{html.escape(text)}</pre>'
-
-
-def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Rows of a printed table: names that differ only in numbers share one."""
-    groups: dict[tuple, list[str]] = {}
-    for entry in entries:
-        facts = tuple(
-            _short(entry[column]) if column in ("from", "type") else entry[column]
-            for column in columns[2:]
-        )
-        groups.setdefault((_pattern(entry["name"]), facts), []).append(entry["name"])
-    return [(_common(names), str(len(names)), *facts) for (_, facts), names in groups.items()]
-
-
-def grouped(names: list[str]) -> list[str]:
-    """Names that differ only in numbers, as one: "layers.*.norm" for all layers."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_pattern(name), []).append(name)
-    return [_common(group) for group in groups.values()]
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def _common(names: list[str]) -> str:
-    """One name for names with the same parts, with * for the parts in which they differ."""
-    parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts) or "(root)"
-
-
-def table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a table. In a narrower terminal the last column has lines of its own."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    indent = " " * (len(section) + 2)
-    terminal = terminal_width()
-    is_narrow = len(indent) + sum(widths) + 2 * (len(widths) - 1) > terminal
-
-    def lines(cells, start):
-        padded = [
-            cell.rjust(width) if name == "count" else cell.ljust(width)
-            for name, cell, width in zip(columns, cells, widths, strict=True)
-        ]
-        if not is_narrow:
-            return [(start + "  ".join(padded)).rstrip()]
-        last = folded(cells[-1], terminal, indent + "  ", indent + "  ")
-        return [(start + "  ".join(padded[:-1])).rstrip(), last]
-
-    found = lines(columns, f"{section}  ")
-    for row in rows:
-        found += lines(row, indent)
-    return found

@@ -12,7 +12,6 @@ worse.
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -22,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from onepass import numerics
 from onepass.reference import rotary as reference
-from onepass.swapping import probe, rotary
-from onepass.swapping.probe import Refused
+from onepass.swapping import rotary, trials
 from onepass.swapping.rotary import Called
 from onepass.swapping.specs import Form, RotarySpec
+from onepass.swapping.trials import Refused
 
 _TABLES = ("columns", "pairs", "half")
 _FORMS = [
@@ -64,7 +63,7 @@ def prove(called: Called, sizes: tuple[int, ...]) -> RotarySpec | str:
     count = rotary.tensors_of(called)
     if isinstance(count, str):
         return f"{called.name} {count}"
-    with probe.isolated():
+    with trials.isolated():
         try:
             return _Proof(called, count).spec(sizes)
         except Refused as refusal:
@@ -80,7 +79,7 @@ class _Draw(NamedTuple):
 class _Proof:
     def __init__(self, called: Called, count: int):
         self.called, self.count = called, count
-        self.random = torch.Generator().manual_seed(22)
+        self.normal = trials.normals(22)
         names = {parameter.name: parameter for parameter in called.parameters}
         unsqueezing = names.get("unsqueeze_dim")
         self.unsqueeze_dim = unsqueezing.default if unsqueezing else None
@@ -146,18 +145,14 @@ class _Proof:
         """Tensors with head_dim columns, of which `size` are rotated; cos and sin have that many
         rows of the batch."""
 
-        def normal(dtype: torch.dtype, *shape: int) -> Tensor:
-            drawn = torch.randn(shape, generator=self.random, device="cpu", dtype=torch.float64)
-            return drawn.to(dtype)
-
         batch = (_BATCH,) * (layout.dims - 3)
         inputs = []
         for heads in _HEADS[: self.count]:
             inner = (tokens, heads) if layout.seq_first else (heads, tokens)
-            inputs.append(normal(dtype, *batch, *inner, head_dim))
+            inputs.append(self.normal(*batch, *inner, head_dim, dtype=dtype))
         width = size // 2 if form.table == "pairs" else size
         leading = (rows,) * (layout.cos_dims - 2)
-        cos, sin = (normal(table_dtype, *leading, tokens, width) for _ in range(2))
+        cos, sin = (self.normal(*leading, tokens, width, dtype=table_dtype) for _ in range(2))
         return _Draw(inputs, cos, sin)
 
     def _holds(self, form: Form, layout: _Layout, size: int, head_dim: int, rows: int = 1) -> bool:
@@ -171,7 +166,7 @@ class _Proof:
         self.has_run, self.failure = True, ""
         expected = self._formula(form, layout, draw)
         return all(
-            ours.shape == theirs.shape and probe.distance(theirs, ours) < _MOST_ERROR
+            ours.shape == theirs.shape and trials.distance(theirs, ours) < _MOST_ERROR
             for theirs, ours in zip(found, expected, strict=True)
         )
 
@@ -242,13 +237,8 @@ class _Proof:
 
     def _theirs(self, layout: _Layout, draw: _Draw) -> list[Tensor]:
         """The function's results, and the gradients of the rotated tensors."""
-        try:
+        with trials.foreign("fails"):
             return _with_gradients(lambda inputs: self._call(layout, draw, inputs), draw.inputs)
-        except Refused:
-            raise
-        except Exception as error:  # foreign code may raise anything: each is a reason
-            text = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" ...")
-            raise Refused(f"fails: {text}") from None
 
     def _call(self, layout: _Layout, draw: _Draw, inputs: list[Tensor]) -> list[Tensor]:
         named = {} if layout.unsqueeze_dim is None else {"unsqueeze_dim": layout.unsqueeze_dim}
@@ -295,12 +285,7 @@ def _with_gradients(
     """The results of a call, and the gradients of its inputs for fixed numbers, rounded to a dtype
     or to that of the results."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = call(leaves)
-    random = torch.Generator().manual_seed(23)
-    upstream = [
-        torch.randn(y.shape, generator=random, device="cpu", dtype=torch.float64)
-        .to(upstream_dtype or y.dtype)
-        .to(y.dtype)
-        for y in outputs
-    ]
-    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
+    normal = trials.normals(23)
+    return trials.outcome(
+        lambda: call(leaves), leaves, lambda y: normal(*y.shape, dtype=upstream_dtype or y.dtype)
+    )

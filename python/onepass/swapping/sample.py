@@ -27,11 +27,11 @@ from onepass._batch import arguments, named_in_errors
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, LeftOut, Plan
 from onepass.swapping.reasons import Reason, SkipReason
-from onepass.swapping.report import grouped
+from onepass.swapping.texts import grouped
 from onepass.swapping.undisturbed import State
 
 if TYPE_CHECKING:
-    from onepass.bench.harness import Interval, Timing
+    from onepass.tools.harness import Interval, Timing
 
 # Modules are timed for this long, or for as long as this many steps take; steps for half of that.
 SECONDS, STEPS = 1.0, 10
@@ -143,7 +143,7 @@ def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
         Notes for the report.
     """
     try:
-        import onepass.bench.harness  # noqa: F401
+        import onepass.tools.harness  # noqa: F401
     except ImportError as error:
         raise ImportError(
             f"swap: sample needs {error.name}, which is missing: pip install 'onepass[tools]'"
@@ -273,7 +273,7 @@ class _Measurement:
         return timing
 
     def _timed_once(self, functions: dict[str, Callable[[], object]], seconds: float) -> Timing:
-        from onepass.bench import harness
+        from onepass.tools import harness
 
         clock = harness.clock_of(self._device.type)
         if self._device.type == "cpu" and torch.get_num_threads() == 1:

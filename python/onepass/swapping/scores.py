@@ -14,16 +14,21 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-if TYPE_CHECKING:
-    from onepass.swapping.by_hand import Recorder
-
 SCORES = object()  # the place of the scores among recorded arguments
+
+
+class Recorder(Protocol):
+    """Recorder of products of scores, which is told where they are read (see by_hand.py)."""
+
+    def product(self, function: Callable, args: tuple, kwargs: dict) -> Tensor | None: ...
+
+    def was_read(self, scores: Scores, name: str) -> None: ...
 
 
 class Step(NamedTuple):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
+from onepass.swapping.providers import MODELS, imported
+
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
@@ -139,5 +141,5 @@ class State:
 
 def _configs(model: nn.Module) -> list[tuple]:
     """(config, the attention that it names) of transformers' models, which verify sets."""
-    integration = sys.modules.get("onepass.integrations.transformers.models")
+    integration = imported(MODELS)
     return [] if integration is None else integration.implementations(model)

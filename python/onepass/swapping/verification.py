@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from onepass import _dispatch_log, numerics
-from onepass.swapping.report import grouped, preformatted
+from onepass.swapping.texts import grouped, preformatted
 
 _SMALL = 64  # numbers in a tensor below which one draw is not enough
 _NEGLIGIBLE = 1e-6  # relative to the largest: a gradient below it is rounding noise

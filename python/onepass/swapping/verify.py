@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
-import sys
 import types
 from collections.abc import Callable, Iterator
 
@@ -43,6 +42,7 @@ from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.foreign import eps_of as foreign_eps
 from onepass.swapping.kernels import Kernels, free_memory
 from onepass.swapping.masks import Masks, Unpaired
+from onepass.swapping.providers import MODELS, imported
 from onepass.swapping.runs import Run, distances, run
 from onepass.swapping.undisturbed import State, uncompiled
 from onepass.swapping.verification import (
@@ -346,7 +346,7 @@ def changes_of(report) -> list[Change]:
 def as_stock(model: nn.Module, changes: list[Change]) -> Iterator[None]:
     """The original classes, and in transformers' models the attention from before `attach`."""
     # Who has not imported it has attached nothing.
-    integration = sys.modules.get("onepass.integrations.transformers.models")
+    integration = imported(MODELS)
     attached = contextlib.nullcontext() if integration is None else integration.stock(model)
     with in_force([Edit(c.module, "__class__", c.original) for c in changes]), attached:
         yield

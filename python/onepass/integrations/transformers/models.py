@@ -18,8 +18,8 @@ from onepass.integrations.transformers.attention import NAME, register
 from onepass.swapping import matchers
 from onepass.swapping.changes import ABSENT, Change, Edit, Journal, in_force
 from onepass.swapping.reasons import Reason
-from onepass.swapping.report import listed, preformatted, rows, shortened, table
 from onepass.swapping.restored import without
+from onepass.swapping.texts import listed, preformatted, rows, shortened, table
 
 # Models, by model_type, that transformers runs on eager attention alone although they take
 # attention from the registry: a test checks that onepass computes the same. Others have not been

@@ -1,0 +1,189 @@
+"""Cases of the linear family against torch's own products: forward, GELU after it, the gradient
+of GELU, which is a pass of its own, that of the input, and those of weight and bias in one call.
+
+Products are bound by arithmetic, so their ceiling is that of multiply-adds on all threads
+(bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
+reading of the weight. "onednn" is torch's oneDNN product on the same tensors, if it takes
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass import functional
+from onepass._ops.linear import Activation
+from onepass.reference import linear as reference
+from onepass.tools.bench.case import Case, Operator
+
+# (rows, in_features, out_features)
+SHAPES = (
+    (2048, 384, 1536), (2048, 1536, 384), (512, 768, 3072), (64, 384, 384), (509, 771, 1025),
+    (4096, 1024, 4096), (512, 2048, 8192),  # the last is Llama 3.2 1B's
+)  # fmt: skip
+LARGE = (1024, 768, 50257)  # GPT-2's logits
+FEW_ROWS = ((1, 2048, 8192), (8, 2048, 8192), (8, 384, 1536))
+# The weight stays in caches (two threads: of 1 MiB in 16 bits, 2 MiB in float32): what the loop
+# takes where memory does not bind, to be compared with a read of memory.
+FEW_ROWS_CACHED = ((1, 2048, 256), (8, 2048, 256))
+SMALL = (4, 8, 8)  # the overhead of a call
+QUICK = (24, 96, 80)
+OF_MANY_ROWS = ("forward", "forward+gelu", "dgelu", "dinput", "dweight+dbias")
+OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SLOW_IN_TORCH = 1 << 28  # multiply-adds that take torch's own loops a second
+
+
+def _onednn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""),)
+
+
+def _onednn_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.mkldnn._linear_pointwise(g, w.t(), None, "none", [], ""),)
+
+
+def _onednn_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    # The faster of the two orders.
+    return torch.ops.mkldnn._linear_pointwise(x.t(), g.t(), None, "none", [], "").t(), g.sum(0)
+
+
+def _own_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None)[:1]
+
+
+def _own_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype)[1:]
+
+
+def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return g.t() @ x, g.sum(0)
+
+
+def _torchs_gelu(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return (F.gelu(F.linear(x, w, b)),)
+
+
+def _own_dgelu(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    gelu = int(Activation.GELU)
+    return (torch.ops.onepass.linear_epilogue_backward(g, h, None, 0.0, gelu, g.dtype),)
+
+
+def _torchs_dgelu(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.aten.gelu_backward(g, h),)
+
+
+def _dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (g @ w,)
+
+
+# Each with the sizes of its tensors, of (rows, in_features, out_features).
+PHASES = {
+    "forward": (
+        Operator(
+            ours=lambda x, w, b: (functional.linear(x, w, b),),
+            stock=lambda x, w, b: (F.linear(x, w, b),),
+            formula=lambda x, w, b: (reference.linear(x, w, b),),
+            base=lambda x, w, b: (F.linear(x, w, b),),
+            optional={"onednn": _onednn},
+        ),
+        lambda m, k, n: ((m, k), (n, k), (n,)),
+    ),
+    "forward+gelu": (
+        Operator(
+            ours=lambda x, w, b: (functional.linear(x, w, b, activation="gelu"),),
+            stock=_torchs_gelu,
+            formula=_torchs_gelu,
+            base=_torchs_gelu,
+        ),
+        lambda m, k, n: ((m, k), (n, k), (n,)),
+    ),
+    "forward, weight transposed": (  # as transformers' Conv1D has it
+        Operator(
+            ours=lambda x, w, b: (functional.linear(x, w.t(), b),),
+            stock=lambda x, w, b: (torch.addmm(b, x, w),),
+            formula=lambda x, w, b: (torch.addmm(b, x, w),),
+            base=lambda x, w, b: (torch.addmm(b, x, w),),
+        ),
+        lambda m, k, n: ((m, k), (k, n), (n,)),
+    ),
+    "dgelu": (  # its memory: doutput and preactivation read, the gradient written
+        Operator(_own_dgelu, _torchs_dgelu, _torchs_dgelu, _torchs_dgelu),
+        lambda m, k, n: ((m, n), (m, n)),
+    ),
+    "dinput": (
+        Operator(_own_dinput, _dinput, _dinput, _dinput, optional={"onednn": _onednn_dinput}),
+        lambda m, k, n: ((m, n), (n, k)),
+    ),
+    "dweight+dbias": (
+        Operator(
+            ours=_own_dweight,
+            stock=_torchs_dweight,
+            formula=_torchs_dweight,
+            base=_torchs_dweight,
+            optional={"onednn": _onednn_dweight},
+        ),
+        lambda m, k, n: ((m, n), (m, k)),
+    ),
+}
+
+
+def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
+    """All cases of the CPU; on CUDA the products are torch's."""
+    if device == "cuda":
+        return
+    if quick:
+        yield from (_case(QUICK, dtype, phase) for dtype in DTYPES for phase in PHASES)
+        return
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            rows, in_features, out_features = shape
+            # Would take torch minutes, for a figure that a smaller product shows as well.
+            slow = dtype is torch.float16 and rows * in_features * out_features > SLOW_IN_TORCH
+            if not slow:
+                yield from (_case(shape, dtype, phase) for phase in OF_MANY_ROWS)
+        for shape in FEW_ROWS:
+            yield from (_case(shape, dtype, phase) for phase in OF_FEW_ROWS)
+        for shape in FEW_ROWS_CACHED:
+            yield _case(shape, dtype, "forward")
+    yield from (_case(SMALL, torch.float32, phase) for phase in OF_MANY_ROWS)
+    yield _case(SMALL, torch.float32, "forward", graph=True)
+    yield _case(SMALL, torch.float32, "forward", graph=True, backward=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield _case(LARGE, dtype, "forward")
+
+
+def _case(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    phase: str,
+    graph: bool = False,
+    backward: bool = False,
+) -> Case:
+    """`graph`: a call records what a backward needs."""
+    rows, in_features, out_features = shape
+    operator, sizes_of = PHASES[phase]
+    if graph:
+        operator = replace(operator, optional={})  # oneDNN's has no gradient
+    few = shape in FEW_ROWS + FEW_ROWS_CACHED
+    elementwise = phase == "dgelu"
+    multiplies = not (few or elementwise or shape == SMALL)
+    recorded = "+backward" if backward else "+graph" if graph else ""
+    return Case(
+        f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}"
+        f"{recorded}",
+        operator,
+        lambda: [
+            torch.randn(s, device="cpu").to(dtype).requires_grad_(graph) for s in sizes_of(*shape)
+        ],
+        backward=backward,
+        tensors=3 if elementwise and shape != SMALL else None,
+        cold=shape in FEW_ROWS,
+        reads=in_features * out_features * dtype.itemsize if few else None,
+        flops=2 * rows * in_features * out_features if multiplies else None,
+        dots=dtype is torch.bfloat16,
+    )

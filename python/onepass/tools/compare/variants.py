@@ -1,0 +1,86 @@
+"""The variants that the speed phase compares, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+import onepass
+from onepass.tools.compare.settings import Settings
+from onepass.tools.compare.train import Trainer
+
+STOCK, SWAPPED = "stock", "swapped"
+COMPILED = "compiled "
+KEPT = ", kept memory"
+MEDIUM = "stock, medium precision"
+MEDIUM_MEANS = (
+    "torch alone, with its products of float32 in bfloat16, by "
+    'torch.set_float32_matmul_precision("medium")'
+)
+_ONLY = ": "
+
+
+def names(settings: Settings) -> list[str]:
+    """The variants that this process trains; `kept_names` are trained in another one."""
+    found = [STOCK, SWAPPED]
+    if settings.compile:
+        found += [f"{COMPILED}{name}" for name in found]
+    if settings.device.type == "cpu" and settings.dtype == torch.float32 and medium_has_effect():
+        found.append(MEDIUM)
+    return found
+
+
+def kept_names(settings: Settings) -> list[str]:
+    return [f"{name}{KEPT}" for name in (STOCK, SWAPPED)] if settings.keep_memory else []
+
+
+def baseline_of(variant: str) -> str:
+    """The variant that differs from this one only by the swap."""
+    return variant.replace(SWAPPED, STOCK)
+
+
+def of_kinds(kinds: Sequence[str]) -> str:
+    """The variant in which only these kinds are swapped."""
+    return f"{SWAPPED}{_ONLY}{', '.join(kinds)}"
+
+
+def kinds_of(variant: str, settings: Settings) -> tuple[str, ...]:
+    """The kinds that a variant swaps; empty: the default."""
+    named = variant.partition(_ONLY)[2]
+    return tuple(named.split(", ")) if named else settings.kinds
+
+
+def trainer_of(
+    variant: str, model: nn.Module, settings: Settings
+) -> tuple[Trainer, onepass.Report | None]:
+    """Turns a stock model into the variant; returns the report if it is swapped."""
+    report = None
+    if SWAPPED in variant:
+        report = settings.swap(model, kinds_of(variant, settings))
+    around = medium_precision if variant == MEDIUM else contextlib.nullcontext
+    return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
+
+
+@contextlib.contextmanager
+def medium_precision() -> Iterator[None]:
+    """Inside, torch may multiply float32 matrices in bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def medium_has_effect() -> bool:
+    """Whether medium precision changes this torch's products on this CPU."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randn(1024, 1024, generator=generator, device="cpu")[:128] for _ in range(2)
+    )
+    product = left @ right.t()
+    with medium_precision():
+        return not torch.equal(product, left @ right.t())
