@@ -18,9 +18,12 @@ import onepass
 from onepass import _dispatch_log, numerics
 from onepass.swapping.reasons import Reason
 from tests.swap import (
+    attention_by_hand,
+    foreign_attention,
     foreign_linear,
     foreign_norms,
     small_models,
+    test_loss,
     test_mlp,
     test_norm_constants,
     test_rotary,
@@ -28,7 +31,7 @@ from tests.swap import (
 from tests.swap.reported import names, types
 from tests.swap.test_group_norms import net
 
-pytestmark = pytest.mark.usefixtures("slow_products")
+pytestmark = pytest.mark.usefixtures("slow_products", "every_loss_gains")
 
 BF16 = torch.bfloat16
 DRAWS = 5  # judged together: one draw of stock's error is not enough
@@ -107,6 +110,39 @@ def rotary(cls: type[nn.Module], inputs: Callable = test_rotary.inputs) -> Case:
     return Case(cls, inputs, "rotary", "onepass.functional.rotary_embedding", "rotary", calls)
 
 
+def attention(make: Callable, to: str, *names: str, inputs: Callable | None = None) -> Case:
+    inputs, calls = inputs or of(7, 16), max(len(names) - 1, 1)
+    return Case(make, inputs, "attention", to, "attention", calls, names or ("it",))
+
+
+def attention_call(cls: type[nn.Module]) -> Case:
+    return attention(cls, "onepass.functional.scaled_dot_product_attention")
+
+
+def layer(cls: type[nn.Module], *parts: str, **more) -> Case:
+    def make() -> nn.Module:
+        return cls(16, 2, 32, dropout=0.0, batch_first=True)
+
+    return attention(make, "onepass.nn.", "it", *(f"it.{part}" for part in parts), **more)
+
+
+def with_memory(rows: int) -> tuple:
+    return (torch.randn(rows, 7, 16), torch.randn(rows, 5, 16))
+
+
+def loss(cls: type[nn.Module]) -> Case:
+    to = "onepass.functional.cross_entropy"
+    return Case(cls, of(test_loss.WIDTH), "loss", to, "cross_entropy")
+
+
+def criterion(**options) -> Case:
+    def make() -> nn.Module:
+        return test_loss.Criterion(**options)
+
+    to, names = "onepass.nn.CrossEntropyLoss", ("it.loss",)
+    return Case(make, of(test_loss.VOCABULARY), "loss", to, "cross_entropy", names=names)
+
+
 CASES = {
     "LayerNorm": norm(lambda: nn.LayerNorm(16), "onepass.nn.LayerNorm"),
     "subclass of LayerNorm": norm(lambda: NamedLayerNorm(16), "onepass.nn.LayerNorm"),
@@ -148,11 +184,26 @@ CASES = {
     "gated: silu in bfloat16": gated(test_mlp.Llamas, BF16),
     "rotary: one table": rotary(test_rotary.Attention, lambda rows: test_rotary.inputs(rows, 1)),
     **{f"rotary: {cls.__name__}": rotary(cls) for cls in test_rotary.FOUND},
+    **{f"attention: {cls.__name__}": attention_call(cls) for cls in foreign_attention.FOUND},
+    "attention by hand": attention_call(attention_by_hand.NanoGPT),
+    "MultiheadAttention": attention(
+        foreign_attention.SelfAttention, "onepass.nn.MultiheadAttention", "it.attention"
+    ),
+    "encoder layer": layer(nn.TransformerEncoderLayer, "self_attn"),
+    "decoder layer": layer(
+        nn.TransformerDecoderLayer, "self_attn", "multihead_attn", inputs=with_memory
+    ),
+    **{f"loss: {cls.__name__}": loss(cls) for cls in test_loss.FOUND},
+    "CrossEntropyLoss": criterion(),
+    "CrossEntropyLoss with options": criterion(
+        weight=torch.rand(test_loss.VOCABULARY), ignore_index=3, label_smoothing=0.2
+    ),
 }
 # One of each kind and way; the others differ in what swap looks for.
 KINDS = (
     "LayerNorm", "GammaBeta", "GroupNorm", "group norm, silu", "Linear", "Conv1D",
-    "F.linear: Plain", "gated: silu", "gated: fused", "rotary: Attention",
+    "F.linear: Plain", "gated: silu", "gated: fused", "rotary: Attention", "attention: Helper",
+    "MultiheadAttention", "encoder layer", "loss: LanguageModel", "CrossEntropyLoss",
 )  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 kinds = pytest.mark.parametrize("name", KINDS)
@@ -292,9 +343,10 @@ def test_exported_with_any_number_of_rows(name):
             assert torch.equal(program.module()(*given), model(*given))
 
 
-@kinds
+@pytest.mark.parametrize("name", [name for name in KINDS if CASES[name].kind != "attention"])
 def test_transforms(name):
-    """Per-sample gradients of the parameters, and a derivative in forward mode."""
+    """Per-sample gradients of the parameters, and a derivative in forward mode, which torch's own
+    attention does not have."""
     case, model, stock = of_case(name)
 
     def transformed(module: nn.Module, inputs: tuple) -> list[Tensor]:
