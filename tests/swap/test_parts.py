@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from torch.utils.hooks import RemovableHandle
@@ -21,26 +21,15 @@ from torch.utils.hooks import RemovableHandle
 import onepass
 from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
-from tests.swap.test_rotary import apply_rotary_pos_emb
+from tests.swap import small_models, test_rotary
+from tests.swap.foreign_attention import SelfAttention
+from tests.swap.test_mlp import WIDTH as LLAMAS_WIDTH
+from tests.swap.test_mlp import Llamas
 
 WIDTH, TOKENS = 16, 6
 
 
 # ---- modules -------------------------------------------------------------------------------------
-
-
-class Gated(nn.Module):
-    """Llama's."""
-
-    def __init__(self, activation: nn.Module):
-        super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, 24)
-        self.up_proj = nn.Linear(WIDTH, 24)
-        self.down_proj = nn.Linear(24, WIDTH)
-        self.act_fn = activation
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Packed(nn.Module):
@@ -82,69 +71,19 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(size.mean(-1, keepdim=True) + self.eps))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.it = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.it(x, x, x, need_weights=False)[0]
-
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.it = _layer(nn.TransformerDecoderLayer)
-
-    def forward(self, x):
-        return self.it(x, x.flip(1))
-
-
-class Rotating(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head_dim = 8
-
-    def forward(self, x):
-        q, k = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
-        angles = torch.arange(TOKENS, dtype=x.dtype).outer(torch.ones(8, dtype=x.dtype))[None]
-        q, k = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
-        return (q * k).sum(1)
+def _llama():
+    transformers = pytest.importorskip("transformers", reason="its models are swapped")
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, num_attention_heads=2, intermediate_size=24, vocab_size=8,
+        num_hidden_layers=1,
+    )  # fmt: skip
+    return transformers.LlamaModel(config)
 
 
 def _resnet():
-    resnet = pytest.importorskip("diffusers.models.resnet", reason="needs diffusers")
-    return resnet.ResnetBlock2D(in_channels=8, groups=4, temb_channels=None)
-
-
-class Zero(nn.Module):
-    """A block with an adaptive norm of diffusers."""
-
-    def __init__(self):
-        super().__init__()
-        normalization = pytest.importorskip("diffusers.models.normalization")
-        self.ada = normalization.AdaLayerNormZeroSingle(WIDTH)
-
-    def forward(self, x):
-        y, gate = self.ada(x, x[:, 0])
-        return y * gate[:, None]
-
-
-class Llama(nn.Module):
-    """A model of transformers, of embeddings."""
-
-    def __init__(self):
-        super().__init__()
-        transformers = pytest.importorskip("transformers", reason="its models are swapped")
-        config = transformers.LlamaConfig(
-            hidden_size=WIDTH, num_attention_heads=2, intermediate_size=24, vocab_size=8,
-            num_hidden_layers=1,
-        )  # fmt: skip
-        self.model = transformers.LlamaModel(config)
-
-    def forward(self, x):
-        return self.model(inputs_embeds=x).last_hidden_state
+    return small_models.diffusers_part("resnet").ResnetBlock2D(
+        in_channels=8, groups=4, temb_channels=None
+    )
 
 
 def _layer(cls, **options):
@@ -153,14 +92,14 @@ def _layer(cls, **options):
 
 # How to make a module, and its parts.
 MODULES = {
-    "gated": (lambda: Gated(nn.SiLU()), "gate_proj up_proj down_proj act_fn"),
+    "gated": (Llamas, "gate_proj up_proj down_proj act_fn"),
     "gated, of a function": (Packed, "gate_up_proj down_proj"),
     "group norm, silu": (
         lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.SiLU()), "0 1 2",
     ),
     "resnet block": (_resnet, "norm1 conv1 norm2 dropout conv2 nonlinearity"),
-    "adaptive norm": (Zero, "ada.norm ada.silu ada.linear"),
-    "attention": (Attention, "it.out_proj it"),
+    "adaptive norm": (small_models.adaptive, "norm silu linear"),
+    "attention": (SelfAttention, "attention.out_proj attention"),
     "encoder": (
         lambda: _layer(nn.TransformerEncoderLayer, activation=nn.GELU()),
         "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation",
@@ -170,18 +109,36 @@ MODULES = {
         "self_attn linear1 linear2 norm1 norm2 dropout2",
     ),
     "decoder": (
-        Decoder,
-        "it.self_attn it.multihead_attn it.linear1 it.dropout it.linear2 it.norm3 it.dropout3",
+        lambda: _layer(nn.TransformerDecoderLayer),
+        "self_attn multihead_attn linear1 dropout linear2 norm3 dropout3",
     ),
-    "rotary": (Rotating, "q_proj k_proj"),
+    "rotary": (test_rotary.Attention, "q_proj k_proj"),
     "model": (
-        Llama,
-        "model.layers.0.self_attn.q_proj model.layers.0.self_attn.o_proj model.norm "
-        "model.layers.0.input_layernorm model.layers.0.mlp model.layers.0.mlp.act_fn "
-        "model.layers.0.mlp.up_proj",
+        _llama,
+        "layers.0.self_attn.q_proj layers.0.self_attn.o_proj norm layers.0.input_layernorm "
+        "layers.0.mlp layers.0.mlp.act_fn layers.0.mlp.up_proj",
     ),
 }  # fmt: skip
 PARTS = [(name, part) for name, (_, parts) in MODULES.items() for part in parts.split()]
+SHAPES = {  # of the input, where it is not (2, TOKENS, WIDTH)
+    "gated": (2, TOKENS, LLAMAS_WIDTH),
+    "group norm, silu": (2, 8, 5, 5),
+    "resnet block": (2, 8, 5, 5),
+    "adaptive norm": (2, TOKENS, 64),
+    "rotary": (2, test_rotary.TOKENS, 32),
+}
+MORE = {  # arguments after the input
+    "resnet block": lambda x: (None,),
+    "adaptive norm": lambda x: (x[:, 0],),
+    "decoder": lambda x: (x.flip(1),),
+    "rotary": lambda x: (x[..., :16].detach().cos(), x[..., :16].detach().sin()),
+}
+
+
+def called(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    if name == "model":
+        return model(inputs_embeds=x).last_hidden_state
+    return model(x, *MORE.get(name, lambda x: ())(x))
 
 
 # ---- changes -------------------------------------------------------------------------------------
@@ -216,7 +173,7 @@ class Doubled(nn.Module):
 def _doubled(x):
     if isinstance(x, tuple):
         return tuple(map(_doubled, x))
-    return 2.0 * x if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    return 2.0 * x if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _replace(model: nn.Module, name: str, make: Callable) -> None:
@@ -246,45 +203,34 @@ def _drop_all(part: nn.Module) -> None:
     part.p = 1.0
 
 
-def _of_all_modules(register: Callable, hook: Callable, part: nn.Module):
-    return register(lambda module, *args: hook(module, *args) if module is part else None)
+HOOKS = {  # by the ends of the names of nn.Module's methods
+    "forward_hook": lambda module, args, y: _doubled(y),
+    "forward_pre_hook": lambda module, args: _doubled(args),
+    "full_backward_hook": lambda module, found, given: _doubled(found),
+    "full_backward_pre_hook": lambda module, given: _doubled(given),
+}
 
 
-_global = nn.modules.module
+def _hooked(name: str, part: nn.Module) -> RemovableHandle:
+    return getattr(part, f"register_{name}")(HOOKS[name])
+
+
+def _hooked_as_all(name: str, part: nn.Module) -> RemovableHandle:
+    """A hook of all modules."""
+    register = getattr(nn.modules.module, f"register_module_{name}")
+    return register(lambda module, *args: HOOKS[name](module, *args) if module is part else None)
+
+
 INSIDE = {  # changes of the part itself
-    "hook": lambda part: part.register_forward_hook(lambda m, args, y: _doubled(y)),
-    "pre-hook": lambda part: part.register_forward_pre_hook(lambda m, args: _doubled(args)),
-    "backward hook": lambda part: part.register_full_backward_hook(
-        lambda m, found, given: _doubled(found)
-    ),
-    "backward pre-hook": lambda part: part.register_full_backward_pre_hook(
-        lambda m, given: _doubled(given)
-    ),
+    **{name: functools.partial(_hooked, name) for name in HOOKS},
+    **{f"{name} of all": functools.partial(_hooked_as_all, name) for name in HOOKS},
     "forward of the instance": _other_forward,
     "another class": _other_class,
     "compiled": _compiled,
     "parametrised": lambda part: parametrize.register_parametrization(part, "weight", Doubled()),
     "pruned": lambda part: prune.l1_unstructured(part, "weight", 0.5),
     "dropout": _drop_all,
-    "hook of all": functools.partial(
-        _of_all_modules, _global.register_module_forward_hook, lambda m, args, y: _doubled(y)
-    ),
-    "pre-hook of all": functools.partial(
-        _of_all_modules,
-        _global.register_module_forward_pre_hook,
-        lambda m, args: _doubled(args),
-    ),
-    "backward hook of all": functools.partial(
-        _of_all_modules,
-        _global.register_module_full_backward_hook,
-        lambda m, found, given: _doubled(found),
-    ),
-    "backward pre-hook of all": functools.partial(
-        _of_all_modules,
-        _global.register_module_full_backward_pre_hook,
-        lambda m, given: _doubled(given),
-    ),
-}  # fmt: skip
+}
 CHANGES = {
     "replaced": functools.partial(_replace, make=Other),
     "adapted": functools.partial(_replace, make=Adapted),
@@ -298,6 +244,10 @@ CHANGES = {
 # ---- tests ---------------------------------------------------------------------------------------
 
 
+OF_THE_FORWARD = (
+    "replaced", "forward_hook", "full_backward_hook", "forward of the instance",
+    "forward_hook of all",
+)  # fmt: skip
 BOUNDS = {
     name: dict(value)
     for name, value in vars(small_calls).items()
@@ -312,8 +262,7 @@ def changes(request, monkeypatch):
         return CHANGES
     for name, value in BOUNDS.items():
         monkeypatch.setattr(small_calls, name, value)
-    of_the_forward = ("replaced", "hook", "backward hook", "forward of the instance", "hook of all")
-    return {name: CHANGES[name] for name in of_the_forward}
+    return {name: CHANGES[name] for name in OF_THE_FORWARD}
 
 
 @functools.cache
@@ -330,19 +279,18 @@ def made(name: str) -> tuple[nn.Module, nn.Module]:
     return copy.deepcopy(_made(name))
 
 
-def results(model: nn.Module, name: str) -> list[torch.Tensor]:
+def results(model: nn.Module, name: str = "") -> list[Tensor]:
     random = torch.Generator().manual_seed(1)
-    of_images = name in ("group norm, silu", "resnet block")
-    shape = (2, 8, 5, 5) if of_images else (2, TOKENS, WIDTH)
+    shape = SHAPES.get(name, (2, TOKENS, WIDTH))
     x = torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_()
-    y = model(x, None) if name == "resnet block" else model(x)
+    y = called(model, name, x)
     upstream = torch.randn(y.shape, generator=random, dtype=y.dtype)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
     found = torch.autograd.grad(y, leaves, upstream, allow_unused=True)
     return [y.detach(), *(g for g in found if g is not None)]
 
 
-def outcome(model: nn.Module, name: str) -> list[torch.Tensor] | type[Exception]:
+def outcome(model: nn.Module, name: str) -> list[Tensor] | type[Exception]:
     try:
         return results(model, name)
     except Exception as error:  # torch's attention reads attributes of a part
@@ -365,7 +313,9 @@ def test_ours_run_before_a_change(name):
     assert not differ(found, results(stock, name))
 
 
-def _applies(change: str, part: nn.Module) -> bool:
+def _applies(change: str, part: nn.Module, is_first: bool) -> bool:
+    if change.endswith("of all"):
+        return is_first  # what notices them looks at no part
     if change in ("parametrised", "pruned"):
         return part._parameters.get("weight") is not None
     return change != "dropout" or isinstance(part, nn.Dropout)
@@ -373,108 +323,90 @@ def _applies(change: str, part: nn.Module) -> bool:
 
 @pytest.mark.parametrize(("name", "part"), PARTS)
 def test_a_change_of_a_part_counts(name, part, changes):
-    unnoticed, in_vain = [], []
-    before = results(made(name)[1], name)
+    unnoticed, in_vain, models = [], [], made(name)
+    before = results(models[1], name)
     for change, apply in changes.items():
-        models = made(name)
-        if not _applies(change, models[1].get_submodule(part)):
+        if not _applies(change, models[1].get_submodule(part), part == MODULES[name][1].split()[0]):
             continue
         found = []
         for model in models:
             handle = apply(model, part)
-            try:
-                found.append(outcome(model, name))
-            finally:
-                if isinstance(handle, RemovableHandle):
-                    handle.remove()
+            found.append(outcome(model, name))
+            if isinstance(handle, RemovableHandle):
+                handle.remove()
+        if not isinstance(handle, RemovableHandle):
+            models = made(name)
         if differ(*found):
             unnoticed.append(change)
         if not differ(found[1], before):
             in_vain.append(change)
     assert not unnoticed
-    if part != "it.out_proj":  # torch reads its weight and does not call it
+    if part != "attention.out_proj":  # torch reads its weight and does not call it
         assert not in_vain  # which would show nothing
 
 
 # ---- what is no part -----------------------------------------------------------------------------
 
 
-def _approximate(model: nn.Module) -> None:
-    model.act_fn.approximate = "none"
+def _without_activation(block: nn.Module) -> None:
+    del block.act_fn
+    block.act_fn = torch.tanh
 
 
-def _held_function(model: nn.Module) -> None:
-    model.act_fn.act = torch.tanh
+def set_to(name: str, value) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, value)
+
+    return change
 
 
-def _held_option(model: nn.Module) -> None:
-    model.act_fn.act = functools.partial(F.gelu, approximate="none")
+ATTRIBUTES = {  # the module and what changes on it
+    "approximate": (lambda: Llamas(nn.GELU("tanh")), set_to("act_fn.approximate", "none")),
+    "a held function": (lambda: Llamas(Held()), set_to("act_fn.act", torch.tanh)),
+    "a held option": (
+        lambda: Llamas(Held()), set_to("act_fn.act", functools.partial(F.gelu, approximate="none")),
+    ),
+    "a function": (Packed, set_to("act", F.relu)),
+    "a setting": (Packed, set_to("kind", "doubled")),
+    "no module": (Llamas, _without_activation),
+    "a setting of a norm": (Norm, set_to("squares", False)),
+    "eps": (Norm, set_to("eps", 1.0)),
+}  # fmt: skip
 
 
-def _own_function(model: nn.Module) -> None:
-    model.act = F.relu
-
-
-def _own_setting(model: nn.Module) -> None:
-    model.kind = "doubled"
-
-
-def _no_module(model: nn.Module) -> None:
-    del model.act_fn
-    model.act_fn = torch.tanh
-
-
-def _setting_of_a_norm(model: nn.Module) -> None:
-    model.squares = False
-
-
-def _eps(model: nn.Module) -> None:
-    model.eps = 1.0
-
-
-ATTRIBUTES = {
-    _approximate: lambda: Gated(nn.GELU("tanh")),
-    _held_function: lambda: Gated(Held()),
-    _held_option: lambda: Gated(Held()),
-    _own_function: Packed,
-    _own_setting: Packed,
-    _no_module: lambda: Gated(nn.SiLU()),
-    _setting_of_a_norm: Norm,
-    _eps: Norm,
-}
-
-
-@pytest.mark.parametrize("change", ATTRIBUTES)
-def test_a_change_of_an_attribute_counts(change):
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_change_of_an_attribute_counts(name):
     torch.manual_seed(0)
-    stock = ATTRIBUTES[change]()
+    make, change = ATTRIBUTES[name]
+    stock = make()
+    of = "gated" if isinstance(stock, Llamas) else ""
     model = nn.Sequential(copy.deepcopy(stock))
     assert onepass.swap(model, probe=True).swapped
     for twin in (copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]):
+        twin, other = twin.double(), copy.deepcopy(stock).double()
         with _dispatch_log.record() as calls:
-            twin(torch.randn(TOKENS, WIDTH))
+            before = results(twin, of)
         assert calls, "copies run ours"
-        other = copy.deepcopy(stock).double()
-        before = results(other, "")
-        for each in (twin.double(), other):
+        for each in (twin, other):
             change(each)
-        assert not differ(results(twin, ""), results(other, ""))
-        assert differ(results(other, ""), before)
+        assert not differ(results(twin, of), results(other, of))
+        assert differ(results(other, of), before)
 
 
 def test_a_rotating_function_that_is_replaced(monkeypatch):
     model, stock = made("rotary")
     before = results(stock, "rotary")
-    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", lambda q, k, cos, sin: (q + 1, k))
+    monkeypatch.setattr(test_rotary, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q + 1, k))
     assert not differ(results(model, "rotary"), results(stock, "rotary"))
     assert differ(results(stock, "rotary"), before)
 
 
 def test_factors_of_other_shapes_and_dtypes():
     """What adapters may return."""
-    model, stock = made("gated")
-    for each in (model, stock):
-        each.up_proj = nn.Sequential(nn.Linear(WIDTH, 1)).double()
-        torch.nn.init.constant_(each.up_proj[0].weight, 0.5)
-        torch.nn.init.constant_(each.up_proj[0].bias, 0.5)
-    assert not differ(results(model, "gated"), results(stock, "gated"))
+    models = made("gated")
+    for each in models:
+        each.up_proj = nn.Sequential(nn.Linear(LLAMAS_WIDTH, 1)).double()
+        nn.init.constant_(each.up_proj[0].weight, 0.5)
+        nn.init.constant_(each.up_proj[0].bias, 0.5)
+    assert not differ(*(results(each, "gated") for each in models))
