@@ -18,6 +18,7 @@ import onepass
 from onepass import numerics
 
 WIDTH, HEADS, TOKENS = 16, 2, 12
+HEAD_DIM = WIDTH // HEADS
 
 
 class Base(nn.Module):
@@ -90,13 +91,6 @@ class SoftmaxModule(Base):
 
     def attend(self, q, k, v):
         return torch.matmul(self.drop(self.softmax(torch.matmul(q, k.mT) * 0.3)), v)
-
-
-class Timm(Base):
-    def attend(self, q, k, v):
-        attn = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        attn = attn.softmax(dim=-1)
-        return self.drop(attn) @ v
 
 
 def einsum_of_tokens_first(q, k, v):
@@ -224,17 +218,6 @@ class SoftmaxMadeInPlace(Base):
         return torch.matmul(nn.Softmax(dim=-1)(scores).to(dtype=v.dtype), v)
 
 
-class PartialSoftmax(Base):
-    """x-transformers': a partial function."""
-
-    def __init__(self, p: float = 0.0):
-        super().__init__(p)
-        self.normalise = functools.partial(F.softmax, dtype=torch.float32)
-
-    def attend(self, q, k, v):
-        return self.drop(self.normalise(q @ k.mT * 0.3, dim=-1)).type(v.dtype) @ v
-
-
 def only_a_scale(q, k, v):
     """baddbmm without its first argument."""
     batch, heads, tokens, dim = q.shape
@@ -242,17 +225,6 @@ def only_a_scale(q, k, v):
     nothing = torch.empty(len(q), tokens, tokens, dtype=q.dtype)
     scores = torch.baddbmm(nothing, q, k.mT, beta=0, alpha=0.3)
     return torch.bmm(scores.softmax(-1), v).view(batch, heads, tokens, dim)
-
-
-class OneTemperature(Base):
-    """The same for all heads, after a scale."""
-
-    def __init__(self, p: float = 0.0):
-        super().__init__(p)
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def attend(self, q, k, v):
-        return (q @ k.mT * 0.5 / self.temperature.exp() + 0).softmax(-1) @ v
 
 
 class ValuesFirst(Base):
@@ -266,20 +238,26 @@ class ValuesFirst(Base):
         return y.view(batch, heads, dim, tokens).transpose(2, 3)
 
 
-class Copied(Base):
-    """Keeps copies for whoever asks, as x-transformers does."""
+class Partial(Base):
+    """x-transformers': a partial function, and copies for whoever asks; one temperature for all
+    heads, after a scale."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__(p)
+        self.normalise = functools.partial(F.softmax, dtype=torch.float32)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
 
     def attend(self, q, k, v):
-        scores = q @ k.mT * 0.3
+        scores = q @ k.mT * 0.5 / self.temperature.exp()
         self.kept = [scores.clone()]
-        attn = (scores + 1.0).softmax(-1)
+        attn = self.drop(self.normalise(scores + 1.0, dim=-1)).type(v.dtype)
         self.kept.append(attn.clone())
         return attn @ v
 
 
 TAKEN = [
-    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Timm, Bart, Swin, Gemma2, Padded, Alibi,
-    Annotated, SoftmaxMadeInPlace, PartialSoftmax, OneTemperature, ValuesFirst, Copied,
+    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Bart, Swin, Gemma2, Padded, Alibi, Annotated,
+    SoftmaxMadeInPlace, ValuesFirst, Partial,
     *map(by_hand, (einsum_of_tokens_first, one_key_head, frames, only_a_scale)),
 ]  # fmt: skip
 

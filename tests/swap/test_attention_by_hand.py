@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +48,7 @@ def test_left_alone(cls, monkeypatch):
 
 
 BFLOAT16 = [(cls, torch.bfloat16) for cls in cases.TAKEN if cls is not cases.Alibi]
-AUTOCAST = (cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded, cases.Timm)
+AUTOCAST = (cases.NanoGPT, cases.T5, cases.Gemma2, cases.Padded)
 
 
 @pytest.mark.parametrize(("cls", "dtype"), [*BFLOAT16, *((c, torch.float32) for c in AUTOCAST)])
@@ -136,13 +135,6 @@ def test_a_function_around_all_outputs():
             torch.testing.assert_close(other.grad, one.grad)
 
 
-def test_make_fx():
-    stock, ours = swapped(cases.NanoGPT)
-    x = tokens()
-    ours(x)
-    torch.testing.assert_close(make_fx(ours)(x)(x), stock(x))
-
-
 def test_reads_without_gradients():
     stock, ours = swapped(cases.Annotated)
     x = tokens()
@@ -198,19 +190,6 @@ def test_a_gradient_from_code_that_reads_nothing_raises():
         ours(tokens()).sum().backward()
 
 
-def test_keys_that_share_an_offset_are_no_reason(monkeypatch):
-    """The gradient of the query is less exact there, in torch's own call as well."""
-
-    for seed in range(3):
-        torch.manual_seed(seed)
-        monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
-        _, ours = swapped(cases.Shortest, width=64, inner=128)
-        with torch.no_grad():
-            ours.qkv.bias += 1.0
-        ours(torch.randn(4, 256, 64))
-        assert fate(ours).taken == 1, (seed, fate(ours).reason)
-
-
 def test_gradients_of_a_mask_alone():
     """Scores require a gradient if only what is added to them does."""
     seen = []
@@ -230,8 +209,12 @@ def test_gradients_of_a_mask_alone():
     assert seen == 2 * [False, True] and fate(ours).taken == 1
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("cls", BY_HAND)
+OLD = (cases.NanoGPT, cases.T5, cases.Read, cases.by_hand(cases.without_keys))
+
+
+@pytest.mark.parametrize(
+    ("cls", "use_reentrant"), [*((cls, False) for cls in BY_HAND), *((cls, True) for cls in OLD)]
+)
 def test_checkpoint(cls, use_reentrant):
     """The first call of a module may be in a checkpoint, whose recomputation must save the same."""
     stock, ours = swapped(cls)
@@ -318,16 +301,41 @@ def test_errors_decide_nothing():
     assert fate(ours).taken == 1
 
 
-def test_no_proof_fails_by_chance(monkeypatch):
-    """Of these, four would with two draws and no random ones."""
-    for seed in range(8):
+def small_numbers(module, std: float = 0.02):
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+
+
+def one_offset(module):
+    """The gradient of the query is less exact then, in torch's own call as well."""
+    with torch.no_grad():
+        module.qkv.bias += 1.0
+
+
+NUMBERS = {  # the width of heads, the input's shape, draws, and the parameters
+    "keys that share an offset": (64, (4, 256, 64), 3, one_offset),
+    "small": (cases.HEAD_DIM, (4, cases.TOKENS, WIDTH), 8, small_numbers),  # two draws fail for 4
+    "small, of many keys": (cases.HEAD_DIM, (1, 4096, WIDTH), 1, small_numbers),
+    "of many keys": (
+        cases.HEAD_DIM,
+        (1, 4096, WIDTH),
+        1,
+        lambda module: small_numbers(module, 0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_proof_fails_by_its_numbers(name, monkeypatch):
+    head_dim, shape, draws, change = NUMBERS[name]
+    for seed in range(draws):
         torch.manual_seed(seed)
-        _, ours = swapped(cases.Shortest)
-        for parameter in ours.parameters():
-            nn.init.normal_(parameter, std=0.02)
         monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
-        ours(tokens())
-        assert not fate(ours).reason, (seed, fate(ours).reason)
+        _, ours = swapped(cases.Shortest, width=shape[-1], inner=cases.HEADS * head_dim)
+        change(ours)
+        with torch.set_grad_enabled(shape[1] < 4096):
+            ours(torch.randn(shape))
+        assert fate(ours).taken == 1 and not fate(ours).reason, (seed, fate(ours).reason)
 
 
 @pytest.mark.parametrize("factor", [1.001, 1.1])
@@ -339,18 +347,6 @@ def test_a_call_that_computes_another_thing_is_refused(factor, monkeypatch):
     assert_same(stock, ours, [tokens()])
     assert fate(ours).taken == 0
     assert "differs from that of one call of attention" in fate(ours).reason
-
-
-@pytest.mark.parametrize("std", [0.02, 0.3])
-def test_many_keys_with_small_scores_are_taken(std, monkeypatch):
-    """As of a model that is not trained yet."""
-    monkeypatch.setattr(by_hand_proof, "_PROVEN", {})
-    _, ours = swapped(cases.Shortest)
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=std)
-    with torch.no_grad():
-        ours(torch.randn(1, 4096, cases.WIDTH))
-    assert fate(ours).taken == 1 and not fate(ours).reason, fate(ours).reason
 
 
 def test_branch_that_runs():
@@ -408,21 +404,10 @@ def test_on_a_gpu(monkeypatch):
     assert left["reason"].startswith("softmax(q k^T) v by hand, which is left as it is on cuda")
 
 
-def test_unswap_and_pickle():
-    stock, ours = swapped(cases.NanoGPT)
-    x = tokens()
-    ours(x)
-    again = pickle.loads(pickle.dumps(ours))
-    torch.testing.assert_close(again(x), stock(x))
-    assert fate(again).taken == 1
-    onepass.unswap(ours)
-    assert type(ours) is cases.NanoGPT
-    assert torch.equal(ours(x), stock(x)) and fate(ours).taken == 1
-
-
 def test_transforms_run_as_written():
     stock, ours = swapped(cases.NanoGPT)
     x = tokens()
+    torch.testing.assert_close(make_fx(ours)(x)(x), stock(x))
     torch.testing.assert_close(torch.func.vmap(ours)(x[None]), stock(x)[None])
     tangent = torch.randn_like(x)
     for got, expected in zip(
@@ -490,24 +475,13 @@ def test_small_calls_run_as_written(monkeypatch, cls, is_masked):
 LOST = "inside torch.compile attention by hand runs as it was written"
 
 
-class Norm(nn.Module):
-    """A norm that no swap takes."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return x * self.weight
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attention, self.left = nn.LayerNorm(WIDTH), NanoGPT(), Norm()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), NanoGPT()
 
     def forward(self, x):
-        return self.left(x + self.attention(self.norm(x)))
+        return x + self.attention(self.norm(x))
 
 
 def explained(model):
@@ -530,20 +504,13 @@ def test_explain_names_what_compilation_loses(how):
     assert "attention" not in operators
     assert reasons["attention"].startswith(LOST)
     assert reasons["norm"] == "not swapped: onepass.swap(model) before torch.compile"
-    assert reasons["left"] == "has no eps"
 
 
 def test_a_module_that_is_left_out_of_compilation_is_taken():
     model = Block()
-    onepass.swap(model)
+    (note,) = [note for note in onepass.swap(model).notes if LOST in note]
+    assert note.startswith(f"attention: {LOST}; ") and "torch.compiler.disable" in note
     model.attention.forward = torch.compiler.disable(model.attention.forward)
     operators, reasons = explained(torch.compile(model, backend="eager"))
-    assert "attention" in operators and reasons == {"left": "has no eps"}
-
-
-def test_the_report_says_it_in_one_sentence():
-    report = onepass.swap(Block())
-    (note,) = [note for note in report.notes if LOST in note]
-    assert note.startswith(f"attention: {LOST}; ") and "torch.compiler.disable" in note
-    assert not any("F.scaled_dot_product_attention" in note for note in report.notes)
+    assert "attention" in operators and not reasons
     assert not any(LOST in note for note in onepass.swap(nn.LayerNorm(8)).notes)

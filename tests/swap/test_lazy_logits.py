@@ -52,6 +52,7 @@ def swap(model: nn.Module, lazy: bool = True, **options) -> onepass.Report:
 # ---- the loss ------------------------------------------------------------------------------------
 
 LAZY = [(name, dtype, True) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
+LAZY.append(("Llama", torch.float16, True))
 AT_ONCE = [(name, torch.float32, False) for name in ("Llama", "GPT2", "ModernBert", *MADE_AT_ONCE)]
 
 
@@ -67,7 +68,8 @@ def test_the_loss_and_its_gradients(name, dtype, lazy):
     assert output.logits.dtype is expected.dtype and output.logits.shape == expected.shape
     assert output.logits.stride() == expected.stride() and output.logits.requires_grad
     assert count(lambda: model(**batch)) == 1
-    assert_same(model, stock, batch)
+    scale = 64.0 if dtype is torch.float16 else 1.0
+    assert_same(model, stock, batch, of=lambda out: out.loss * scale)
 
 
 @on_both
@@ -94,13 +96,12 @@ def test_verify_and_back(lazy):
 
 def test_swapped_whole():
     model, batch = make(), labelled()
-    stock = copy.deepcopy(model)
     report = onepass.swap(model, lazy_logits=True)
     assert count(lambda: model(**batch)) == 1 and report.verify(batch).ok
     assert any("computed when they are read" in note for note in report.notes)
-    logits = model(**batch).logits.detach() + 0
-    exact = copy.deepcopy(stock).double()(**batch).logits
-    numerics.assert_close(logits, exact, stock(**batch).logits)
+    output = model(**batch)
+    assert waits(output.logits)
+    assert report.verify({"input_ids": batch["input_ids"]}).ok  # the logits
 
 
 def _is_made(x: torch.Tensor) -> bool:
@@ -164,35 +165,20 @@ def test_the_arguments_of_the_loss(name, lazy):
     assert_same(model, stock, batch)
 
 
-def test_float16():
-    stock, batch = make().half(), labelled()
-    model = copy.deepcopy(stock)
-    swap(model)
-    assert count(lambda: model(**batch)) == 1
-    assert_same(model, stock, batch, of=lambda out: out.loss * 64.0)
-
-
-def test_batches_without_a_target():
-    model, stock, batch = pair()
-    nothing = dict(batch, labels=torch.full_like(batch["labels"], -100))
-    assert model(**nothing).loss.isnan() and stock(**nothing).loss.isnan()
-    assert model(**nothing, num_items_in_batch=7).loss == 0.0
-
-
-def test_a_target_that_is_no_word():
-    model, _, batch = pair()
-    batch["labels"][0, 5] = VOCABULARY
-    with pytest.raises(RuntimeError, match="target must lie between 0 and 599"):
-        model(**batch)
-
-
-def test_labels_by_their_place_and_of_another_length():
+def test_odd_labels():
+    """None at all, by their place, of another length, no word."""
     model, stock, batch = pair()
     ids, labels = batch["input_ids"], batch["labels"]
+    nothing = dict(input_ids=ids, labels=torch.full_like(labels, -100))
+    assert model(**nothing).loss.isnan() and stock(**nothing).loss.isnan()
+    assert model(**nothing, num_items_in_batch=7).loss == 0.0
     assert waits(model(ids, None, None, None, None, labels).logits)
     for m in (model, stock):
         with pytest.raises((ValueError, RuntimeError), match="target"):
             m(**batch, logits_to_keep=3)
+    labels[0, 5] = VOCABULARY
+    with pytest.raises(RuntimeError, match="target must lie between 0 and 599"):
+        model(**batch)
 
 
 def test_accumulated_batches():
@@ -327,17 +313,12 @@ def test_without_labels_or_gradients():
     with torch.no_grad():
         output = model(**batch)
     assert type(output.logits) is torch.Tensor and torch.equal(output.logits, stock(**batch).logits)
-    ids = model.eval().generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
-    assert torch.equal(
-        ids, stock.eval().generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
-    )
 
 
 def test_without_numbers():
     """On the meta device, where tensors have no data."""
-    model, *_ = pair()
-    batch = {name: x.to("meta") for name, x in labelled().items()}
-    output = model.to("meta")(**batch)
+    model, _, batch = pair()
+    output = model.to("meta")(**{name: x.to("meta") for name, x in batch.items()})
     assert type(output.logits) is torch.Tensor
     output.loss.backward()
 
@@ -363,9 +344,8 @@ def test_few_logits(monkeypatch):
     assert waits(model(**labelled(1, 25)).logits)
 
 
-@on_both
-def test_compiled(lazy):
-    model, stock, batch = pair("Llama", lazy)
+def test_compiled():
+    model, stock, batch = pair()
     output = torch.compile(model, fullgraph=True, backend="eager")(**batch)
     assert type(output.logits) is torch.Tensor
     exact = copy.deepcopy(stock).double()(**batch).loss

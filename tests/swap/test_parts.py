@@ -71,15 +71,6 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(size.mean(-1, keepdim=True) + self.eps))
 
 
-def _llama():
-    transformers = pytest.importorskip("transformers", reason="its models are swapped")
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH, num_attention_heads=2, intermediate_size=24, vocab_size=8,
-        num_hidden_layers=1,
-    )  # fmt: skip
-    return transformers.LlamaModel(config)
-
-
 def _resnet():
     return small_models.diffusers_part("resnet").ResnetBlock2D(
         in_channels=8, groups=4, temb_channels=None
@@ -114,7 +105,7 @@ MODULES = {
     ),
     "rotary": (test_rotary.Attention, "q_proj k_proj"),
     "model": (
-        _llama,
+        lambda: small_models.transformers.LlamaModel(small_models.CONFIG),
         "layers.0.self_attn.q_proj layers.0.self_attn.o_proj norm layers.0.input_layernorm "
         "layers.0.mlp layers.0.mlp.act_fn layers.0.mlp.up_proj",
     ),
@@ -125,6 +116,7 @@ SHAPES = {  # of the input, where it is not (2, TOKENS, WIDTH)
     "group norm, silu": (2, 8, 5, 5),
     "resnet block": (2, 8, 5, 5),
     "adaptive norm": (2, TOKENS, 64),
+    "model": (2, TOKENS, 64),
     "rotary": (2, test_rotary.TOKENS, 32),
 }
 MORE = {  # arguments after the input

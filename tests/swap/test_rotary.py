@@ -97,8 +97,13 @@ def one_at_a_time(x, sin, cos, unsqueeze_dim=1):
     return x * cos.unsqueeze(unsqueeze_dim) + rotate_half(x) * sin.unsqueeze(unsqueeze_dim)
 
 
+def scores(q, k, heads: int = -3):
+    q, k = q.movedim(heads, -3), k.movedim(heads, -3)
+    return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+
+
 class Attention(nn.Module):
-    """A layer's scores; FOUND makes one for each function."""
+    """A layer's scores."""
 
     def __init__(self, head_dim: int = HEAD_DIM):
         super().__init__()
@@ -111,76 +116,65 @@ class Attention(nn.Module):
         return (p(x).view(shape).transpose(-2, -3) for p in (self.q_proj, self.k_proj))
 
     def forward(self, x, cos, sin):
-        q, k = apply_rotary_pos_emb(*self.heads(x), cos, sin)
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*apply_rotary_pos_emb(*self.heads(x), cos, sin))
 
 
 class Neighbours(Attention):
     def forward(self, x, cos, sin):
-        q, k = neighbours(*self.heads(x), sin=sin, cos=cos)
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*neighbours(*self.heads(x), sin=sin, cos=cos))
 
 
 class Partly(Attention):
     def forward(self, x, cos, sin):
-        q, k = partly(*self.heads(x), cos[..., :10], sin[..., :10])
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*partly(*self.heads(x), cos[..., :10], sin[..., :10]))
 
 
 class HalfOfTheTable(Attention):
     def forward(self, x, cos, sin):
-        q, k = half_of_the_table(*self.heads(x), cos, sin)
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*half_of_the_table(*self.heads(x), cos, sin))
 
 
 class ANumberForEachPair(Attention):
     def forward(self, x, cos, sin):
-        half = cos.shape[-1] // 2
-        q, k = a_number_for_each_pair(*self.heads(x), cos[..., :half], sin[..., :half])
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        cos, sin = (table[..., : HEAD_DIM // 2] for table in (cos, sin))
+        return scores(*a_number_for_each_pair(*self.heads(x), cos, sin))
 
 
 class SetApart(Attention):
     def forward(self, x, cos, sin):
-        q, k = set_apart(*self.heads(x), cos, sin)
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*set_apart(*self.heads(x), cos, sin))
 
 
 class TokensFirst(Attention):
     def forward(self, x, cos, sin):
-        q, k = (h.transpose(1, 2)[0] for h in self.heads(x))
-        q, k = tokens_first(q, k, cos[0], sin[0])
-        return q.transpose(0, 1) @ k.repeat_interleave(HEADS // KEY_HEADS, 1).permute(1, 2, 0)
+        q, k = (heads.transpose(1, 2)[0] for heads in self.heads(x))
+        return scores(*tokens_first(q, k, cos[0], sin[0]), heads=1)
 
 
 class OtherDimension(Attention):
     def forward(self, x, cos, sin):
-        q, k = (h.transpose(1, 2) for h in self.heads(x))
-        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-        return q.transpose(1, 2) @ k.repeat_interleave(HEADS // KEY_HEADS, 2).permute(0, 2, 3, 1)
+        q, k = (heads.transpose(1, 2) for heads in self.heads(x))
+        return scores(*apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2), heads=2)
 
 
 class InOneClosure(Attention):
     """The global is read where a function is defined in the forward."""
 
     def forward(self, x, cos, sin):
-        q, k = (one_at_a_time(h, sin, cos) for h in self.heads(x))
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*(one_at_a_time(heads, sin, cos) for heads in self.heads(x)))
 
 
 class Decorated(Attention):
     @torch.enable_grad()
     def forward(self, x, cos, sin):
-        q, k = apply_rotary_pos_emb(*self.heads(x), cos, sin)
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*apply_rotary_pos_emb(*self.heads(x), cos, sin))
 
 
 class BySuper(Attention):
     """The closure has the class."""
 
     def forward(self, x, cos, sin):
-        q, k = apply_rotary_pos_emb(*super().heads(x), cos, sin)
-        return q @ k.repeat_interleave(HEADS // KEY_HEADS, -3).mT
+        return scores(*apply_rotary_pos_emb(*super().heads(x), cos, sin))
 
 
 FOUND = (
@@ -277,7 +271,7 @@ REFUSED = {
 
 class Caller(Attention):
     def forward(self, x, cos, sin):
-        return function(*self.heads(x), cos, sin)  # noqa: F821
+        return scores(*function(*self.heads(x), cos, sin))  # noqa: F821
 
 
 def apply_rotary_emb(q, k, freqs_cis):
@@ -316,17 +310,12 @@ def test_the_name_decides_nothing(monkeypatch):
     assert not swap(Attention()).swapped
 
 
-def test_functions_without_cos_and_sin_are_listed_as_unknown():
+def test_what_is_not_tried():
+    """Functions without cos and sin, a name with two meanings, a swap without a probe."""
     (entry,) = swap(nn.ModuleDict({"it": ByComplexNumbers()})).unknown
     assert entry["reason"].kind is Reason.NO_TABLES and "apply_rotary_emb" in entry["reason"]
-
-
-def test_a_name_with_two_meanings_is_left_alone():
     report = swap(AlsoAnAttribute())
     assert not report.swapped and not report.skipped
-
-
-def test_without_a_probe_nothing_is_redirected():
     (entry,) = swap(Attention(), probe=False).skipped
     assert entry["reason"].kind is Reason.PROBE_OFF
 
@@ -355,10 +344,8 @@ def test_modules_of_the_package_kernels_are_functions_too(monkeypatch):
     model, tensors = Caller(), inputs()
     swap(model, strict=True)
     assert count(lambda: model(*tensors)) == 1
-    (found, _), (expected, _) = model(*tensors), Caller.forward(model, *tensors)
-    numerics.assert_close(
-        found, Caller.forward(model.double(), *map(_double, tensors))[0], expected
-    )
+    found, expected = model(*tensors), Caller.forward(model, *tensors)
+    numerics.assert_close(found, Caller.forward(model.double(), *map(_double, tensors)), expected)
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:
@@ -371,11 +358,6 @@ def _double(x: torch.Tensor) -> torch.Tensor:
 class Passing(nn.Module):
     def forward(self, *args, **named):
         return apply_rotary_pos_emb(*args, **named)
-
-
-class OneCall(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_pos_emb(q, k, cos, sin)[0]
 
 
 class PassingWithPositions(nn.Module):
@@ -490,19 +472,20 @@ def test_modes_see_a_call_of_ours():
 
 
 def test_traced_graphs_call_theirs():
+    class OneCall(nn.Module):
+        def forward(self, q, k, cos, sin):
+            return apply_rotary_pos_emb(q, k, cos, sin)[0]
+
     model, tensors = OneCall(), heads()
     expected = model(*tensors)
     swap(model, strict=True)
-    traced = torch.fx.symbolic_trace(model)
-    assert torch.equal(traced(*tensors), expected)
+    assert torch.equal(torch.fx.symbolic_trace(model)(*tensors), expected)
 
 
 def test_a_pickle_of_a_function_that_is_gone(monkeypatch):
     model = Attention()
     swap(model)
-    data = pickle.dumps(model)
-    tensors = inputs()
-    del model
+    data, tensors = pickle.dumps(model), inputs()
     monkeypatch.delitem(globals(), "apply_rotary_pos_emb")
     loaded = pickle.loads(data)
     monkeypatch.undo()
