@@ -73,13 +73,6 @@ class Helper(Base):
         return self.join(helper(*self.split(x)))
 
 
-def decorated(function):
-    def wrapper(self, x):
-        return function(self, x)
-
-    return wrapper
-
-
 def wrapped(function):
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -89,12 +82,8 @@ def wrapped(function):
 
 
 class Decorated(Base):
-    @decorated
-    def forward(self, x):
-        return self.join(F.scaled_dot_product_attention(*self.split(x)))
+    """By a decorator of torch and by one that copies the names."""
 
-
-class Wrapped(Base):
     @torch.autocast("cpu", enabled=False)
     @wrapped
     def forward(self, x):
@@ -157,7 +146,7 @@ class CheckpointsByAttribute(CheckpointsInside):
 
 
 FOUND = [
-    Plain, Alias, ImportedInside, MethodOfThatName, Helper, Decorated, Wrapped, WithProcessor,
+    Plain, Alias, ImportedInside, MethodOfThatName, Helper, Decorated, WithProcessor,
     CallsItsBase, ByKeyword,
 ]  # fmt: skip
 

@@ -53,19 +53,14 @@ def test_which_calls_are_torchs(monkeypatch, version, options, expected):
     assert device_attention.is_torchs(*heads(**options)) is expected
 
 
-def test_autocast_decides_the_dtype(monkeypatch):
-    tensors = heads(dtype=torch.float32)
+def test_autocast_and_the_switch(monkeypatch):
+    for value, expected in (("always", False), ("whatever", True)):
+        monkeypatch.setenv("ONEPASS_CUDA_ATTENTION", value)
+        assert device_attention.is_torchs(*heads()) is expected
     # torch.autocast turns itself off where there is no GPU.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-    assert device_attention.is_torchs(*tensors)
-
-
-def test_the_switch(monkeypatch):
-    monkeypatch.setenv("ONEPASS_CUDA_ATTENTION", "always")
-    assert not device_attention.is_torchs(*heads())
-    monkeypatch.setenv("ONEPASS_CUDA_ATTENTION", "whatever")
-    assert device_attention.is_torchs(*heads())
+    assert device_attention.is_torchs(*heads(dtype=torch.float32))
 
 
 @pytest.fixture
@@ -86,10 +81,9 @@ def called(monkeypatch) -> list[str]:
     return found
 
 
-def of_multihead(*tensors, bias=None, mask=None, dropout_p=0.0, is_causal=False):
-    _internal.masked_attention(
-        *tensors, bias=bias, mask=mask, dropout_p=dropout_p, is_causal=is_causal
-    )
+def of_multihead(*tensors, **options):
+    nothing = dict(bias=None, mask=None, dropout_p=0.0, is_causal=False)
+    _internal.masked_attention(*tensors, **{**nothing, **options})
 
 
 ONES = torch.ones(1, 1, 16, 16)

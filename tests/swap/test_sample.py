@@ -214,17 +214,15 @@ def test_calls_that_cannot_be_repeated_are_measured_by_steps(costs, monkeypatch)
     assert {r for n, r in reasons_of(report).items() if "drop" in n} == {Reason.NO_GAIN}
 
 
-def test_arguments_that_hold_foreign_objects_are_not_repeated():
+def test_copies_of_calls():
+    """None if they hold foreign objects; a tensor that is given twice stays one, since attention
+    has another path where query, key and value are one."""
     call = sample.Call((torch.ones(2), [3, None]), {"key": object()})
     assert sample._copied(call) is None
     plain = call._replace(kwargs={"key": "text"})
     copied = sample._copied(plain)
     assert copied.args[0] is not plain.args[0] and torch.equal(copied.args[0], plain.args[0])
     assert sample._signature(copied) == sample._signature(plain)
-
-
-def test_a_tensor_that_is_given_twice_stays_one():
-    """Attention has another path where query, key and value are one tensor."""
     x = torch.ones(2, requires_grad=True)
     for made in (sample._copied, sample._fresh):
         query, key = made(sample.Call((x, x), {"value": x})).args
@@ -360,28 +358,20 @@ def test_a_choice_is_made_again_without_measuring(chosen, monkeypatch):
     assert reasons_of(repeated) == reasons_of(report) and swapped_in(model) == {"1"}
 
 
-def test_a_choice_takes_nothing_that_it_does_not_name(chosen):
-    model = nn.Sequential(*net(), nn.Dropout(0.2))
-    report = onepass.swap(model, choice=chosen[1])
+def test_a_choice_for_another_model(chosen):
+    """Nothing is taken that it does not name, and what cannot be is told."""
+    report = onepass.swap(nn.Sequential(*net(), nn.Dropout(0.2)), choice=chosen[1])
     assert [entry["name"] for entry in report.swapped] == ["1"]
     assert reasons_of(report)["3"] is Reason.NOT_CHOSEN
-
-
-def test_what_is_chosen_and_cannot_be_swapped_is_told(chosen):
-    model = net()
-    model[1] = nn.Identity()
-    report = onepass.swap(model, choice=chosen[1])
+    report = onepass.swap(nn.Sequential(nn.LayerNorm(8), nn.Identity()), choice=chosen[1])
     assert report.notes[0] == "chosen and not swapped: dropout of 1"
+    with pytest.raises(ValueError, match="swap: choice must be None beside sample, got both"):
+        swap(net(), choice=chosen[1])
 
 
 def test_a_swap_without_a_sample_has_a_choice_too():
     report = onepass.swap(net(), kinds="norm")
     assert report.choice == {"swapped": [["0", "norm"]], "left_out": [], "notes": []}
-
-
-def test_sample_and_choice_exclude_each_other(chosen):
-    with pytest.raises(ValueError, match="swap: choice must be None beside sample, got both"):
-        swap(net(), choice=chosen[1])
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(1), {"x": 1}, "text", {"swapped": 1}])
@@ -445,7 +435,7 @@ def check(model, report):
 
 def test_the_report_lists_what_runs(gains):
     draw = random.Random(1)
-    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(6)]
+    drawn = [[draw.random() < 0.5 for _ in range(20)] for _ in range(2)]
     singles = [[number == left for number in range(20)] for left in range(8)]
     for answers in singles + drawn:
         gains[:] = answers + [True] * 9
