@@ -21,10 +21,10 @@ def swap(model: nn.Module, **options) -> onepass.Report:
     return onepass.swap(model, kinds="rotary", **options)
 
 
-def count(run) -> int:
-    """The number of rotations that ours computes in `run`."""
+def ours(model: nn.Module, *args) -> int:
+    """The number of rotations that ours computes in a call."""
     with _dispatch_log.record() as calls:
-        run()
+        model(*args)
     return sum(call["kernel"] == "rotary_forward_kernel" for call in calls)
 
 
@@ -130,6 +130,7 @@ class Partly(Attention):
 
 
 class HalfOfTheTable(Attention):
+    @torch.enable_grad()
     def forward(self, x, cos, sin):
         return scores(*half_of_the_table(*self.heads(x), cos, sin))
 
@@ -141,8 +142,10 @@ class ANumberForEachPair(Attention):
 
 
 class SetApart(Attention):
+    """The closure has the class."""
+
     def forward(self, x, cos, sin):
-        return scores(*set_apart(*self.heads(x), cos, sin))
+        return scores(*set_apart(*super().heads(x), cos, sin))
 
 
 class TokensFirst(Attention):
@@ -164,22 +167,9 @@ class InOneClosure(Attention):
         return scores(*(one_at_a_time(heads, sin, cos) for heads in self.heads(x)))
 
 
-class Decorated(Attention):
-    @torch.enable_grad()
-    def forward(self, x, cos, sin):
-        return scores(*apply_rotary_pos_emb(*self.heads(x), cos, sin))
-
-
-class BySuper(Attention):
-    """The closure has the class."""
-
-    def forward(self, x, cos, sin):
-        return scores(*apply_rotary_pos_emb(*super().heads(x), cos, sin))
-
-
 FOUND = (
     Attention, Neighbours, Partly, HalfOfTheTable, ANumberForEachPair, SetApart, TokensFirst,
-    OtherDimension, InOneClosure, Decorated, BySuper,
+    OtherDimension, InOneClosure,
 )  # fmt: skip
 
 
@@ -330,7 +320,7 @@ def test_a_function_that_stays_is_named_in_the_notes(monkeypatch):
     model = Both()
     report = swap(model, strict=True)
     assert any("function is no rotation" in note for note in report.notes)
-    assert count(lambda: model(*inputs())) == 1
+    assert ours(model, *inputs()) == 1
 
 
 def test_modules_of_the_package_kernels_are_functions_too(monkeypatch):
@@ -343,13 +333,10 @@ def test_modules_of_the_package_kernels_are_functions_too(monkeypatch):
     monkeypatch.setitem(globals(), "function", Func())
     model, tensors = Caller(), inputs()
     swap(model, strict=True)
-    assert count(lambda: model(*tensors)) == 1
+    assert ours(model, *tensors) == 1
     found, expected = model(*tensors), Caller.forward(model, *tensors)
-    numerics.assert_close(found, Caller.forward(model.double(), *map(_double, tensors)), expected)
-
-
-def _double(x: torch.Tensor) -> torch.Tensor:
-    return x.double()
+    exact = Caller.forward(model.double(), *(x.double() for x in tensors))
+    numerics.assert_close(found, exact, expected)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -365,17 +352,21 @@ class PassingWithPositions(nn.Module):
         return neighbours(*args, **named)
 
 
-def heads(
-    dtype=torch.float32, table_dtype=None, tokens=TOKENS, table_tokens=TOKENS, width=HEAD_DIM
-):
+def heads(dtype=torch.float32, table_dtype=None, tokens=TOKENS):
     q, k = (torch.randn(2, n, tokens, HEAD_DIM, dtype=dtype) for n in (HEADS, KEY_HEADS))
-    cos, sin = (torch.randn(2, table_tokens, width, dtype=table_dtype or dtype) for _ in range(2))
+    cos, sin = (torch.randn(2, tokens, HEAD_DIM, dtype=table_dtype or dtype) for _ in range(2))
     return q, k, cos, sin
 
 
-def test_calls_that_were_not_proven_are_theirs():
-    model = Passing()
-    swap(model)
+def test_which_calls_are_ours():
+    """Those that were proven; their values, and those of others, are in odd_attention."""
+    model, other = Passing(), PassingWithPositions()
+    swap(model), swap(other)
+    for dtypes in (
+        (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32),
+        (torch.float16, None), (torch.float16, torch.float32), (torch.float64, None),
+    ):  # fmt: skip
+        assert ours(model, *heads(*dtypes)) == 1
     q, k, cos, sin = heads()
     for args in (
         (q, k, cos.clone().requires_grad_(), sin),  # needs the table's gradient
@@ -386,30 +377,9 @@ def test_calls_that_were_not_proven_are_theirs():
         (q[0], k[0], cos[0], sin[0], -3),
         (q.to(torch.complex64), k.to(torch.complex64), cos, sin),
     ):
-        expected = apply_rotary_pos_emb(*args)
-        assert not count(lambda args=args: model(*args))
-        assert all(map(torch.equal, model(*args), expected))
-    assert count(lambda: model(q, k, cos, sin)) == 1
-    other = PassingWithPositions()
-    swap(other)
-    assert count(lambda: other(q, k, cos, sin, None)) == 1
-    assert not count(lambda: other(q, k, cos, sin, position_ids=torch.arange(TOKENS)))
-    with pytest.raises(TypeError):
-        model(q, k, cos)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes_that_mix_give_the_dtype_of_stock(dtype):
-    model = Passing()
-    swap(model)
-    for table_dtype in {dtype, max(dtype, torch.float32, key=lambda dtype: dtype.itemsize)}:
-        q, k, cos, sin = heads(dtype, table_dtype)
-        assert count(lambda a=(q, k, cos, sin): model(*a)) == 1
-        found, base = model(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)
-        exact = apply_rotary_pos_emb(*map(_double, (q, k, cos, sin)))
-        for got, stock, ref in zip(found, base, exact, strict=True):
-            assert got.dtype is stock.dtype
-            numerics.assert_close(got, ref, stock)
+        assert not ours(model, *args)
+    assert ours(other, q, k, cos, sin, None) == 1
+    assert not ours(other, q, k, cos, sin, torch.arange(TOKENS))
 
 
 def by_a_product(q, k, cos, sin):
@@ -427,9 +397,9 @@ def test_functions_that_autocast_changes_are_theirs_under_it(monkeypatch):
     monkeypatch.setitem(globals(), "function", by_a_product)
     model, tensors = Caller(), inputs()
     swap(model, strict=True)
-    assert count(lambda: model(*tensors)) == 1
+    assert ours(model, *tensors) == 1
     with torch.autocast("cpu", torch.bfloat16):
-        assert not count(lambda: model(*tensors))
+        assert not ours(model, *tensors)
 
 
 class PassingApart(nn.Module):
@@ -447,10 +417,9 @@ def test_small_calls_that_set_columns_apart_are_theirs(one_thread, monkeypatch):
         with torch.set_grad_enabled(training):
             least = -(-LEAST[torch.float32][not training] // columns)
             for tokens in (least, least - 1):
-                tensors = heads(tokens=tokens, table_tokens=tokens)
-                assert count(lambda a=tensors: model(*a)) == (tokens == least)
-    tensors = heads(tokens=1, table_tokens=1)
-    assert count(lambda: other(*tensors)) == 1
+                assert ours(model, *heads(tokens=tokens)) == (tokens == least)
+    tensors = heads(tokens=1)
+    assert ours(other, *tensors) == 1
     with _dispatch_log.record() as calls:
         model(*tensors)
     (call,) = calls
