@@ -59,13 +59,18 @@ class NanoGPT(Base):
 
 
 class OldGPT2(Base):
+    """With the softmax module of CodeGen, made in the call, and Perceiver's sizes of the scores."""
+
     def attend(self, q, k, v):
         weights = torch.matmul(q, k.transpose(-1, -2))
         weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
-        least = torch.full([], torch.finfo(weights.dtype).min, dtype=weights.dtype)
+        least = weights.new_full((), torch.finfo(weights.dtype).min)
         tokens = q.shape[-2]
-        weights = torch.where(self.causal[..., :tokens, :tokens], weights.to(weights.dtype), least)
-        weights = nn.functional.softmax(weights, dim=-1).type(v.dtype)
+        causal = self.causal[..., :tokens, :tokens].expand_as(weights)
+        weights = torch.where(causal, weights.to(weights.dtype), least)
+        weights = weights + torch.zeros_like(weights)
+        weights = weights + self.causal[0, 0, 0, :tokens].type_as(weights)
+        weights = nn.Softmax(dim=-1)(weights).type(v.dtype)
         return torch.matmul(self.drop(weights), v)
 
 
@@ -205,19 +210,6 @@ class TwoBranches(Base):
         return att.softmax(-1) @ v
 
 
-class SoftmaxMadeInPlace(Base):
-    """CodeGen's and Perceiver's: a softmax module of the call's own, sizes of the scores."""
-
-    def attend(self, q, k, v):
-        scores = torch.matmul(q, k.mT) / 2.0
-        tokens = q.shape[2]
-        least = scores.new_full((), -1e9)
-        scores = torch.where(self.causal[..., :tokens, :tokens].expand_as(scores), scores, least)
-        scores = scores + torch.zeros_like(scores)
-        scores = scores + self.causal[0, 0, 0, :tokens].type_as(scores)
-        return torch.matmul(nn.Softmax(dim=-1)(scores).to(dtype=v.dtype), v)
-
-
 def only_a_scale(q, k, v):
     """baddbmm without its first argument."""
     batch, heads, tokens, dim = q.shape
@@ -257,7 +249,7 @@ class Partial(Base):
 
 TAKEN = [
     Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Bart, Swin, Gemma2, Padded, Alibi, Annotated,
-    SoftmaxMadeInPlace, ValuesFirst, Partial,
+    ValuesFirst, Partial,
     *map(by_hand, (einsum_of_tokens_first, one_key_head, frames, only_a_scale)),
 ]  # fmt: skip
 
