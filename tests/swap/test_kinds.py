@@ -110,9 +110,8 @@ def rotary(cls: type[nn.Module], inputs: Callable = test_rotary.inputs) -> Case:
     return Case(cls, inputs, "rotary", "onepass.functional.rotary_embedding", "rotary", calls)
 
 
-def attention(make: Callable, to: str, *names: str, inputs: Callable | None = None) -> Case:
-    inputs, calls = inputs or of(7, 16), max(len(names) - 1, 1)
-    return Case(make, inputs, "attention", to, "attention", calls, names or ("it",))
+def attention(make: Callable, to: str, *names: str, calls: int = 1, inputs=None) -> Case:
+    return Case(make, inputs or of(7, 16), "attention", to, "attention", calls, names or ("it",))
 
 
 def attention_call(cls: type[nn.Module]) -> Case:
@@ -123,7 +122,8 @@ def layer(cls: type[nn.Module], *parts: str, **more) -> Case:
     def make() -> nn.Module:
         return cls(16, 2, 32, dropout=0.0, batch_first=True)
 
-    return attention(make, "onepass.nn.", "it", *(f"it.{part}" for part in parts), **more)
+    names = ("it", *(f"it.{part}" for part in parts))
+    return attention(make, "onepass.nn.", *names, calls=len(parts), **more)
 
 
 def with_memory(rows: int) -> tuple:
@@ -185,6 +185,9 @@ CASES = {
     "rotary: one table": rotary(test_rotary.Attention, lambda rows: test_rotary.inputs(rows, 1)),
     **{f"rotary: {cls.__name__}": rotary(cls) for cls in test_rotary.FOUND},
     **{f"attention: {cls.__name__}": attention_call(cls) for cls in foreign_attention.FOUND},
+    "attention: beside torch's": attention(
+        foreign_attention.BesideTorchs, "onepass.", "it", "it.other", calls=2
+    ),
     "attention by hand": attention_call(attention_by_hand.NanoGPT),
     "MultiheadAttention": attention(
         foreign_attention.SelfAttention, "onepass.nn.MultiheadAttention", "it.attention"
@@ -202,8 +205,8 @@ CASES = {
 # One of each kind and way; the others differ in what swap looks for.
 KINDS = (
     "LayerNorm", "GammaBeta", "GroupNorm", "group norm, silu", "Linear", "Conv1D",
-    "F.linear: Plain", "gated: silu", "gated: fused", "rotary: Attention", "attention: Helper",
-    "MultiheadAttention", "encoder layer", "loss: LanguageModel", "CrossEntropyLoss",
+    "F.linear: Plain", "gated: silu", "gated: fused", "rotary: Attention",
+    "attention: beside torch's", "loss: LanguageModel",
 )  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 kinds = pytest.mark.parametrize("name", KINDS)
