@@ -240,7 +240,7 @@ class Partial(Base):
         self.temperature = nn.Parameter(torch.tensor(0.5))
 
     def attend(self, q, k, v):
-        scores = q @ k.mT * 0.5 / self.temperature.exp()
+        scores = q @ k.mT * 0.5 / self.temperature.exp() + 0
         self.kept = [scores.clone()]
         attn = self.drop(self.normalise(scores + 1.0, dim=-1)).type(v.dtype)
         self.kept.append(attn.clone())

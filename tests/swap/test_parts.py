@@ -305,9 +305,7 @@ def test_ours_run_before_a_change(name):
     assert not differ(found, results(stock, name))
 
 
-def _applies(change: str, part: nn.Module, is_first: bool) -> bool:
-    if change.endswith("of all"):
-        return is_first  # what notices them looks at no part
+def _applies(change: str, part: nn.Module) -> bool:
     if change in ("parametrised", "pruned"):
         return part._parameters.get("weight") is not None
     return change != "dropout" or isinstance(part, nn.Dropout)
@@ -318,7 +316,7 @@ def test_a_change_of_a_part_counts(name, part, changes):
     unnoticed, in_vain, models = [], [], made(name)
     before = results(models[1], name)
     for change, apply in changes.items():
-        if not _applies(change, models[1].get_submodule(part), part == MODULES[name][1].split()[0]):
+        if not _applies(change, models[1].get_submodule(part)):
             continue
         found = []
         for model in models:
