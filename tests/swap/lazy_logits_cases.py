@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass import numerics
+from tests.swap.reported import losses as count  # noqa: F401
 
 transformers = pytest.importorskip("transformers", reason="its models are swapped")
 
@@ -70,23 +70,6 @@ def pair(name: str = "Llama", lazy_logits: bool = True) -> tuple[nn.Module, nn.M
 
 def waits(logits: torch.Tensor) -> bool:
     return isinstance(logits, LazyLogits) and logits._source.value is None
-
-
-class _Losses(TorchDispatchMode):
-    """Counts losses, with and without logits."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        operators = torch.ops.onepass
-        self.count += func in (operators.linear_loss.default, operators.loss_forward.default)
-        return func(*args, **(kwargs or {}))
-
-
-def count(run) -> int:
-    with _Losses() as losses:
-        run()
-    return losses.count
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:

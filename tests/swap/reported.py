@@ -26,3 +26,15 @@ def operators(run: Callable, of: str = "") -> list[str]:
 
 def attentions(run: Callable) -> int:
     return len(operators(run, "attention"))
+
+
+def kernels(run: Callable, name: str) -> int:
+    """The number of calls of a kernel in `run`."""
+    with _dispatch_log.record() as calls:
+        run()
+    return sum(call["kernel"] == name for call in calls)
+
+
+def losses(run: Callable) -> int:
+    """The number of losses that ours computes, of logits or without them."""
+    return kernels(run, "loss_forward_kernel")

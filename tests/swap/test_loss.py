@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass import _dispatch_log
 from onepass._policy import small_calls
 from onepass.swapping import classes
 from onepass.swapping.reasons import Reason
 from tests.swap import linear_calls
+from tests.swap.reported import losses as count
 
 VOCABULARY, WIDTH = 600, 16
 LEAST_LOSS = dict(small_calls.LEAST_LOSS)
@@ -29,13 +29,6 @@ pytestmark = pytest.mark.usefixtures("every_loss_gains")
 
 def swap(model: nn.Module, **options) -> onepass.Report:
     return onepass.swap(model, kinds="loss", **options)
-
-
-def count(run) -> int:
-    """The number of losses that ours computes in `run`."""
-    with _dispatch_log.record() as calls:
-        run()
-    return sum(call["kernel"] == "loss_forward_kernel" for call in calls)
 
 
 def words(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import onepass
 from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
+from tests.swap.reported import kernels
 
 HEADS, KEY_HEADS, HEAD_DIM, TOKENS = 4, 2, 16, 65
 LEAST = dict(small_calls.LEAST_ROTARY)
@@ -23,9 +24,7 @@ def swap(model: nn.Module, **options) -> onepass.Report:
 
 def ours(model: nn.Module, *args) -> int:
     """The number of rotations that ours computes in a call."""
-    with _dispatch_log.record() as calls:
-        model(*args)
-    return sum(call["kernel"] == "rotary_forward_kernel" for call in calls)
+    return kernels(lambda: model(*args), "rotary_forward_kernel")
 
 
 def rotate_half(x):
