@@ -1,19 +1,16 @@
-"""torch.func over the operators (vmap, grad, vjp, jacrev) and batched gradients, as over torch."""
+"""torch.func over the operators (vmap, grad, jacrev, hessian) and batched gradients: what plain
+calls give."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._ops import OpOverload
 from torch._vmap_internals import _vmap
-from torch.func import grad, jacrev, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, vmap
 
 from onepass import functional, numerics
 from onepass._ops import optimizer
-from onepass.reference import rotary
 from tests.support.calls import CALLS, SAMPLES
 from tests.support.seeds import set_seed
 from tests.test_conventions import declared_ops
@@ -21,152 +18,6 @@ from tests.test_conventions import declared_ops
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 NAMES = [name for name, call in CALLS.items() if call.differentiable]
-WEIGHT = torch.linspace(0.5, 1.5, 8)
-WEIGHTS = torch.linspace(-1.0, 1.0, 64).view(8, 8).sin()
-
-
-def weight(x):
-    return WEIGHT.to(x.dtype)
-
-
-def tables(x):
-    return [table.to(x.dtype) for table in (WEIGHTS[: x.shape[-2]].cos(), WEIGHTS[: x.shape[-2]])]
-
-
-def rows_of(loss, x):
-    target = torch.arange(x.shape[:-1].numel()) % x.shape[-1]
-    return x * loss(x.flatten(0, -2), target, reduction="none").view(*x.shape[:-1], 1)
-
-
-def of_layer(loss):
-    return lambda x, *rest, **options: loss(x, WEIGHTS.to(x.dtype), *rest, **options)
-
-
-FUNCTIONS = {
-    "layer_norm": (
-        lambda x: functional.layer_norm(x, (8,), weight(x), weight(x)),
-        lambda x: F.layer_norm(x, (8,), weight(x), weight(x)),
-    ),
-    "rms_norm": (
-        lambda x: functional.rms_norm(x, (8,), weight(x)),
-        lambda x: F.rms_norm(x, (8,), weight(x)),
-    ),
-    "add_layer_norm": (
-        lambda x: functional.add_layer_norm(x, x.sin(), (8,), weight(x))[0],
-        lambda x: F.layer_norm(x + x.sin(), (8,), weight(x)),
-    ),
-    "modulated_layer_norm": (
-        lambda x: functional.modulated_layer_norm(x, (8,), x.sin(), x.cos()),
-        lambda x: F.layer_norm(x, (8,)) * (1 + x.sin()) + x.cos(),
-    ),
-    "add_dropout": (
-        lambda x: functional.add_dropout(x, x.sin(), 0.0),
-        lambda x: x + x.sin(),
-    ),
-    "add_layer_norm of a scaled branch": (
-        lambda x: functional.add_layer_norm(x, x.sin(), (8,), column_scale=weight(x))[0],
-        lambda x: F.layer_norm(x * weight(x) + x.sin(), (8,)),
-    ),
-    "add_dropout of a scaled branch": (
-        lambda x: functional.add_dropout(x, x.sin(), 0.0, column_scale=weight(x)),
-        lambda x: x * weight(x) + x.sin(),
-    ),
-    "rotary_embedding": (
-        lambda x: functional.rotary_embedding(x, None, *tables(x))[0],
-        lambda x: rotary.rotary_embedding(x, None, *tables(x))[0],
-    ),
-    "silu_mul": (
-        lambda x: functional.silu_mul(x, x.sin()),
-        lambda x: F.silu(x) * x.sin(),
-    ),
-    "group_norm": (
-        lambda x: functional.group_norm(x.reshape(-1, 8), 2, weight(x)).reshape(x.shape),
-        lambda x: F.group_norm(x.reshape(-1, 8), 2, weight(x)).reshape(x.shape),
-    ),
-    "cross_entropy": (
-        lambda x: rows_of(functional.cross_entropy, x),
-        lambda x: rows_of(F.cross_entropy, x),
-    ),
-    "linear_cross_entropy": (
-        lambda x: rows_of(of_layer(functional.linear_cross_entropy), x),
-        lambda x: rows_of(
-            of_layer(lambda x, w, *rest, **kw: F.cross_entropy(F.linear(x, w), *rest, **kw)), x
-        ),
-    ),
-    "linear": (
-        lambda x: functional.linear(x, WEIGHTS.to(x.dtype), weight(x)),
-        lambda x: F.linear(x, WEIGHTS.to(x.dtype), weight(x)),
-    ),
-    "attention": (
-        lambda x: functional.scaled_dot_product_attention(x, x, x.cos(), is_causal=True),
-        lambda x: F.scaled_dot_product_attention(x, x, x.cos(), is_causal=True),
-    ),
-}
-SHAPE = (3, 2, 2, 4, 8)  # vmap maps over the first dimension
-
-
-@pytest.fixture(params=FUNCTIONS)
-def functions(request):
-    return FUNCTIONS[request.param]
-
-
-def both(transform, functions, x):
-    """Ours, transformed, is as exact as torch's function under the same transform."""
-    ours, stock = functions
-    base, ref = (transform(stock)(given).detach() for given in (x, x.detach().double()))
-    numerics.assert_close(transform(ours)(x).detach(), ref, base)
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_vmap(functions, enabled):
-    with torch.set_grad_enabled(enabled):
-        both(vmap, functions, torch.randn(SHAPE))
-        both(lambda f: vmap(f, in_dims=1, out_dims=1), functions, torch.randn(SHAPE))
-        both(lambda f: vmap(vmap(f)), functions, torch.randn(2, *SHAPE))
-
-
-def test_a_backward_through_vmap(functions):
-    """Inside vmap a tensor does not show that it requires a gradient; none may be lost."""
-
-    def gradient(function):
-        def of(x):
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(vmap(function)(x).pow(2).sum(), x)[0]
-
-        return of
-
-    both(gradient, functions, torch.randn(SHAPE))
-
-
-def test_a_parameter_beside_vmap():
-    """The input that is mapped over needs no gradient, the weight does."""
-    x = torch.randn(SHAPE)
-
-    def gradient(norm):
-        def of(weight):
-            weight = weight.clone().requires_grad_()
-            given = x.to(weight.dtype)
-            vmap(lambda x: norm(x, (8,), weight, eps=1e-6))(given).sin().sum().backward()
-            return weight.grad
-
-        return of
-
-    both(gradient, (functional.rms_norm, F.rms_norm), WEIGHT)
-
-
-def test_gradients_per_sample(functions):
-    def of(function):
-        return vmap(grad(lambda x: function(x).pow(2).sum()))
-
-    both(of, functions, torch.randn(SHAPE))
-
-
-def test_jacrev(functions):
-    both(jacrev, functions, torch.randn(1, 1, 2, 8))
-
-
-def test_vjp(functions):
-    both(lambda f: lambda x: vjp(f, x)[1](torch.ones_like(x))[0], functions, torch.randn(SHAPE[1:]))
 
 
 def test_dropout_under_vmap():
@@ -237,6 +88,39 @@ def test_every_operator_under_vmap(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_ways_to_map_one_argument(name):
+    """Over its last dimension, in a vmap inside another, and with a backward outside, where the other
+    arguments, which show no gradient inside, get the sum over the slices."""
+    call = CALLS[name]
+    run, x = seeded(call, tensors_of(call))
+    first = next(iter(x))
+    slices = [drawn(x[first], seed) for seed in range(4)]
+    stacked, leaves = torch.stack(slices), {n: t.clone().requires_grad_() for n, t in x.items()}
+
+    def of(tensor, others=x):
+        return run(others | {first: tensor})
+
+    plain = [torch.stack(results) for results in zip(*map(of, slices), strict=True)]
+    close(vmap(of, randomness="same")(stacked), plain)
+    close(vmap(of, -1, randomness="same")(stacked.movedim(0, -1)), plain)
+    nested = vmap(vmap(of, randomness="same"), randomness="same")(stacked.unflatten(0, (2, 2)))
+    close([result.flatten(0, 1) for result in nested], plain)
+
+    del leaves[first]
+    gradients = []
+    for mapped in (False, True):
+        given = stacked.clone().requires_grad_()
+        results = (
+            vmap(lambda tensor: of(tensor, leaves), randomness="same")(given)
+            if mapped
+            else [y for tensor in given for y in of(tensor, leaves)]
+        )
+        loss = sum(result.sin().sum() for result in results)
+        gradients.append(torch.autograd.grad(loss, [given, *leaves.values()]))
+    close(*gradients[::-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_operator_under_grad_and_jacrev(name):
     call = CALLS[name]
     run, x = seeded(call, tensors_of(call))
@@ -255,6 +139,47 @@ def test_every_operator_under_grad_and_jacrev(name):
     assert any(column.any() for column in expected)
     close(jacrev(last)(x).values(), expected)
     close(grad(lambda x: last(x).sum())(x).values(), [column.sum(0) for column in expected])
+
+
+def draws(function, *arguments) -> bool:
+    """Random numbers, which the older vmap refuses."""
+    function(*arguments)
+    after = torch.get_rng_state()
+    set_seed(3)
+    return not torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "nn." not in name])
+def test_jacobians_and_hessians(name):
+    """In either mode, one inside another, and vectorized, where one vmap may run inside another: of
+    three numbers, which are added to the last of the first argument."""
+    call = CALLS[name]
+    run, x = seeded(call, tensors_of(call))
+    first = next(iter(x))
+
+    def sums(steps):
+        more = torch.cat([steps.new_zeros(x[first].numel() - 3), steps])
+        results = run(x | {first: x[first] + more.view(x[first].shape)})
+        return torch.stack([r.sin().sum() for r in results])
+
+    def total(steps):
+        return sums(steps).square().sum()
+
+    at, same = torch.zeros(3, dtype=torch.float64), {"randomness": "same"}
+    jacobian, hessian = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
+    of_first, of_second = jacobian(sums, at), hessian(total, at)
+    assert of_first.any() and of_second.any()
+    firsts = [jacfwd(sums, **same)(at)]
+    seconds = [jacfwd(jacrev(total), **same)(at), jacrev(jacfwd(total, **same))(at)]
+    if not draws(sums, at):
+        firsts.append(jacobian(sums, at, vectorize=True, strategy="forward-mode"))
+        for mode in ("reverse-mode", "forward-mode"):
+            own = {"vectorize": True, "outer_jacobian_strategy": mode}
+            seconds.append(hessian(total, at, **own))
+    for found in firsts:
+        close([found], [of_first])
+    for found in seconds:
+        close([found], [of_second])
 
 
 # ---- the older vmap, of batched gradients --------------------------------------------------------
@@ -291,24 +216,6 @@ def test_batched_gradients_are_not_written_over_the_logits():
     options = {"is_grads_batched": True, "retain_graph": True}
     found, expected = (torch.autograd.grad(loss, x, upstream, **options)[0] for loss in losses)
     assert torch.equal(found, expected) and torch.equal(logits, before)
-
-
-def test_vectorized_jacobians_and_hessians():
-    """Where the outer derivative is taken in forward mode, one vmap runs inside another."""
-    x, other = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 3, 8)
-
-    def last(query, attention=functional.scaled_dot_product_attention):
-        return attention(query, other.to(query.dtype), other.to(query.dtype))[..., -3:]
-
-    def stock(query):  # torch's own function has no second derivative
-        return last(query, lambda q, k, v: torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v)
-
-    taken = functools.partial(torch.autograd.functional.jacobian, vectorize=True)
-    both(lambda f: lambda x: taken(f, x), (last, stock), x)
-    for strategy in ("reverse-mode", "forward-mode"):
-        options = {"vectorize": True, "outer_jacobian_strategy": strategy}
-        taken = functools.partial(torch.autograd.functional.hessian, **options)
-        both(lambda f: lambda x: taken(lambda x: f(x).sin().sum(), x), (last, stock), x)
 
 
 OF_OPTIMIZERS = {op._schema.name for op in vars(optimizer).values() if isinstance(op, OpOverload)}

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass._arguments import refuse_gradient
+from onepass._mapping import is_mapped
 from onepass._ops import fake_checks, loss, tracing
 from onepass._ops.decomposition import wide
 from onepass._ops.derivatives import second_derivative
@@ -200,7 +201,8 @@ class _LinearLoss(torch.autograd.Function):
         if is_differentiated_again():  # create_graph=True
             gradients = _apply_backward(dloss, *saved, ctx.options, ctx.mask)
         else:
-            gradients = _gradients(dloss, *saved, ctx.options, ctx.mask, _are_last_read())
+            inplace = _are_last_read() and not is_mapped(dloss)  # batched gradients are several
+            gradients = _gradients(dloss, *saved, ctx.options, ctx.mask, inplace)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if needs else None for gradient, needs in wanted), *(None,) * 4
 
