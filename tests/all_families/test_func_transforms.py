@@ -89,7 +89,7 @@ def test_every_operator_under_vmap(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ways_to_map_one_argument(name):
-    """Over its last dimension, in a vmap inside another, and with a backward outside, where the other
+    """Over its last dimension, in a vmap inside another, and with a backward outside, where other
     arguments, which show no gradient inside, get the sum over the slices."""
     call = CALLS[name]
     run, x = seeded(call, tensors_of(call))

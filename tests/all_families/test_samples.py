@@ -1,5 +1,4 @@
-"""Results and gradients of a sample have the same bits whatever the rest of its batch is, and those
-of a batch for any number of threads."""
+"""Results and gradients of a sample have the same bits whatever the rest of its batch is."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import re
 import pytest
 import torch
 
-from onepass import _C
 from tests.support.calls import CALLS, FUNCTIONS
 from tests.support.calls.memory import everything, of_samples, samples, with_upstream
 from tests.support.results import Results, same_bits
@@ -20,12 +18,11 @@ NAMES = [n for n, c in FUNCTIONS.items() if c.differentiable and not any(w in n 
 NAMES += [name for name in FUNCTIONS if re.search("cross_entropy (none|all)", name)]
 
 
-def repeated(name: str, times: int = 0, *, elements: int = 0) -> tuple[int, Results]:
-    """The number of samples, and the arguments of `times` as many, or of this many elements."""
+def repeated(name: str, times: int) -> tuple[int, Results]:
+    """The number of samples, and the arguments of `times` as many."""
     call = FUNCTIONS[name]
     given = call.tensors()
-    first = next(iter(given.values()))
-    count, times = len(first), times or elements // first.numel()
+    count = len(next(iter(given.values())))
     return count, with_upstream(call, samples(given, torch.arange(times * count) % count))
 
 
@@ -55,21 +52,3 @@ def test_every_operator(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name in CALLS])
 def test_on_cuda(cuda, name):
     check(name)
-
-
-# Calls, and the fifth part of their variants; test_parallel.py has the operators. Without work for
-# two threads: attention to no keys, and products of a few classes.
-THREADED = [name for name in NAMES if name in CALLS]
-THREADED += [name for name in NAMES if name not in CALLS][::5]
-THREADED = [n for n in THREADED if "no keys" not in n and "linear_cross_entropy" not in n]
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("name", THREADED)
-def test_any_number_of_threads(name):
-    call, (_, given) = FUNCTIONS[name], repeated(name, elements=1 << 17)
-    expected, before = everything(call, given), _C.parallel_regions()
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        assert same_bits(everything(call, given), expected), f"{name}: {threads} threads"
-    assert _C.parallel_regions() > before, "too little work"
