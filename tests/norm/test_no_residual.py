@@ -1,4 +1,4 @@
-"""`residual=None`: residual_out is dropout(input), y its norm. An offset needs a weight."""
+"""`residual=None`: residual_out is dropout(input), y its norm."""
 
 from __future__ import annotations
 
@@ -82,35 +82,9 @@ def test_dropout_off(name):
     assert torch.equal(kept, functional.dropout(x, 0.5))
 
 
-@names
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "training": False}], ids=str)
-@pytest.mark.parametrize("grad", [False, True])
-def test_the_stream_is_no_alias_of_the_input(name, options, grad):
-    x, weight = torch.randn(3, 8, requires_grad=grad), torch.rand(8)
-    before = x.detach().clone()
-    y, stream = getattr(functional, f"add_{name}")(x, None, 8, weight, **options)
-    stream = stream if not grad else stream.detach()
-    stream += 1
-    assert torch.equal(x, before)
-
-
 @pytest.mark.parametrize("cls", [onepass.nn.AddLayerNorm, onepass.nn.AddRMSNorm])
 def test_modules(cls):
     x, module = torch.randn(3, 8), cls(8)
     y, out = module(x, None)
     again, _ = module(torch.zeros_like(x), x)
     assert torch.equal(out, x) and torch.equal(y, again)
-
-
-def test_an_offset_needs_a_weight():
-    x = torch.ones(3, 8)
-    calls = {
-        "rms_norm": lambda: functional.rms_norm(x, 8, weight_offset=1.0),
-        "add_rms_norm": lambda: functional.add_rms_norm(x, x, 8, weight_offset=1.0),
-    }
-    for op, call in calls.items():
-        message = f"^{op}: weight_offset must be 0 without a weight, got 1.0"
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(ValueError, match="weight_offset must be 0 without a weight"):
-        onepass.nn.AddRMSNorm(8, elementwise_affine=False, weight_offset=1.0)(x, x)

@@ -17,5 +17,6 @@ def assert_refused(call: Callable, name: str, right: dict, wrong: dict[str, dict
         before = {n: t.clone() for n, t in given.items() if isinstance(t, Tensor) and not t.is_meta}
         with pytest.raises(RuntimeError) as error:
             call(**given)
-        assert str(error.value).splitlines()[0] == f"{name}: {message}"
+        first = str(error.value).splitlines()[0]
+        assert first == f"{name}: {message}", first
         assert all(given[n].equal(tensor) for n, tensor in before.items()), message
