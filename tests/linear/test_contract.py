@@ -293,25 +293,6 @@ def test_messages_of_the_function(options):
     assert_refused(functional.linear, "linear", right, wrong)
 
 
-def test_a_failed_call_writes_nothing():
-    x, w, b, residual = torch.randn(4, 6), torch.randn(5, 6), torch.randn(5), torch.randn(4, 5)
-    given = (x, w, b, residual)
-    before, state = [t.clone() for t in given], torch.get_rng_state()
-    wrong = (
-        lambda: functional.linear(x, w, b[:4]),
-        lambda: functional.linear(x, w, b, residual=residual[:3]),
-        lambda: functional.linear(x, w, b, activation="elu", dropout_p=0.5),
-        lambda: functional.linear(x, w, b, dropout_p=1.5),
-        lambda: RAW.linear_forward(x, w, b, torch.int8),
-        lambda: backward(residual, x[:3], w, weight_dtype=F32),
-    )
-    for call in wrong:
-        with pytest.raises((RuntimeError, ValueError)):
-            call()
-    assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_activations_that_there_are_not():
     text = "linear: activation must be None or one of 'relu', 'silu', 'gelu', 'gelu_tanh', got "
     for activation in ("elu", "", "GELU", 3):
