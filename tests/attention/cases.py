@@ -498,26 +498,6 @@ def takes_at_most(share: float, found: numerics.Comparison) -> bool:
     return found.ok and all(taken <= share * bound for taken, bound in pairs)
 
 
-def strided(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another of LAYOUTS, inside a buffer that is NaN everywhere else."""
-    b, h, s, d = tensor.shape
-    buffers = {
-        "(B, S, H, D)": ((b, s, h, d), lambda t: t.transpose(1, 2)),
-        "(S, B, H, D)": ((s, b, h, d), lambda t: t.permute(1, 2, 0, 3)),
-        "every other row": ((b, h, 2 * s, d), lambda t: t[:, :, ::2]),
-        "wide rows": ((b, h, s, d + 3), lambda t: t[..., 2 : 2 + d]),
-        "one element off": ((tensor.numel() + 1,), lambda t: t[1:].view(b, h, s, d)),
-        "a slice of qkv": ((b, s, 3, h, d), lambda t: t[:, :, 1].transpose(1, 2)),
-        "half of kv": ((b, h, s, 2, d), lambda t: t[:, :, :, 1]),
-        "columns not dense": ((b, h, d, s), lambda t: t.mT),
-        "every other column": ((b, h, s, 2 * d), lambda t: t[..., ::2]),
-    }
-    size, view = buffers[layout]
-    buffer = torch.full(size, NAN if tensor.is_floating_point() else 1).to(tensor.dtype)
-    view(buffer).copy_(tensor)
-    return view(buffer)
-
-
 def reserved(numel: int, dtype: torch.dtype) -> Tensor:
     """A buffer beyond 2^31 elements, of which a test touches few pages."""
     assert numel > 2**31
@@ -530,10 +510,6 @@ def reserved(numel: int, dtype: torch.dtype) -> Tensor:
             f"{numel * dtype.itemsize >> 30} GiB, of which few pages are touched, cannot be "
             "reserved: limited by ulimit -v or vm.overcommit_memory"
         )
-
-
-LAYOUTS = ["(B, S, H, D)", "(S, B, H, D)", "every other row", "wide rows", "one element off"]
-LAYOUTS += ["a slice of qkv", "half of kv", "columns not dense", "every other column"]
 
 
 def equal(one: Tensor, other: Tensor) -> bool:

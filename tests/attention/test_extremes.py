@@ -24,10 +24,10 @@ from tests.attention.cases import (
     forward,
     ours,
     stock,
-    strided,
 )
 from tests.emulator.executors import everywhere
 from tests.support.dtypes import BF16, F16, F32, F64
+from tests.support.layouts import strided
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 INF = math.inf
@@ -302,7 +302,7 @@ UNSEEN = {
 
 
 def bshd(tensor: Tensor) -> Tensor:
-    return strided(tensor, "(B, S, H, D)")
+    return strided(tensor, "tokens first")
 
 
 def unseen_keys(case: Case, t: dict[str, Tensor]) -> Tensor:

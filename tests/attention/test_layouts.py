@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from onepass import functional, numerics
-from tests.attention.cases import LAYOUTS, NAN, Case, assert_same, backward, forward, ours, strided
+from tests.attention.cases import NAN, Case, assert_same, backward, forward, ours
 from tests.emulator.executors import each, everywhere
 from tests.support.dtypes import BF16, F32
+from tests.support.layouts import LAYOUTS, strided
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 

@@ -122,8 +122,10 @@ def masks(keys: int, entries: int):
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 def test_every_mask(extra, batch_first, need_weights):
-    """None: without a batch. Weights are averaged over heads, or not, by turns."""
+    """None: without a batch. Weights are averaged over heads, or not, by turns; where they are
+    returned, dropout draws torch's."""
     batched, options = batch_first is not None, {"batch_first": bool(batch_first), **extra}
+    options["dropout"] = 0.3 * need_weights
     ours, stock = pair("MultiheadAttention", WIDTH, HEADS, **options)
     tensors = draw("key is value", bool(batch_first), batched)
     of_each = masks(KEYS, BATCH * HEADS if batched else HEADS)
@@ -131,11 +133,40 @@ def test_every_mask(extra, batch_first, need_weights):
         padding = padding if batched or padding is None else padding[1]
         arguments = dict(key_padding_mask=padding, attn_mask=attn_mask, need_weights=need_weights)
         arguments |= dict(average_attn_weights=number % 2 > 0)
-        with onepass._dispatch_log.record() as calls:
-            results = [run(ours.double(), tensors, **arguments)]
-        assert need_weights or attentions_in(calls) == 2, name
-        results.append(run(stock.double(), tensors, **arguments))
+        results = []
+        for module in (ours, stock):
+            torch.manual_seed(2)
+            with onepass._dispatch_log.record() as calls:
+                results.append(run(module.double(), tensors, **arguments))
+            assert need_weights or module is stock or attentions_in(calls) == 2, name
         assert_same(*results)
+
+
+@pytest.mark.parametrize("empty", ["sequence", "row"])
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_rows_without_keys_are_zero_and_so_are_their_gradients(empty, form):
+    """torch has NaN there, in the gradients of all parameters too."""
+    mask = torch.zeros((BATCH if empty == "sequence" else SEQ), SEQ, dtype=torch.bool)
+    mask[0] = True
+    name, dead = "attn_mask", (slice(None), 0)
+    if empty == "sequence":
+        name, dead = "key_padding_mask", (0,)
+    exact = onepass.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    x, found = torch.randn(BATCH, SEQ, WIDTH), []
+    for dtype, need_weights in (
+        (torch.float32, True), (torch.float32, False), (torch.float64, False),
+    ):  # fmt: skip
+        made = copy.deepcopy(exact).to(dtype)
+        given = mask if form == "bool" else torch.zeros_like(mask, dtype=dtype)
+        given = given if form == "bool" else given.masked_fill(mask, -INF)
+        leaf = x.to(dtype).requires_grad_()
+        y, weights = made(leaf, leaf, leaf, need_weights=need_weights, **{name: given})
+        if need_weights:
+            assert not weights[dead].any() and weights.isfinite().all()
+        assert torch.equal(y[dead], made.out_proj.bias.expand_as(y[dead]))
+        found.append(torch.autograd.grad(y.square().sum(), [leaf, *made.parameters()]))
+    for ours, base, ref in zip(*found, strict=True):
+        numerics.assert_close(ours, ref, base)
 
 
 def test_masks_get_their_gradients():
@@ -476,9 +507,10 @@ def test_autocast_gives_the_dtypes_of_stock(dtype):
 
 
 def test_compile_fullgraph_with_dynamic_lengths():
+    """Of the module's own code: all_families compiles the operators to the end."""
     torch._dynamo.reset()
     layer = onepass.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
     for seq in (5, 9):
         x = torch.randn(2, seq, 16)
         mask = torch.ones(seq, seq, dtype=torch.bool).triu(1)

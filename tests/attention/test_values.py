@@ -78,7 +78,7 @@ def test_head_dims(executor, head_dim, kind):
 @pytest.mark.parametrize(
     "terms",
     [dict(window_right=0), dict(window_left=60, window_right=20), dict(alibi="b"),
-     dict(dropout_p=0.3), dict(bias="hq"),
+     dict(dropout_p=0.3), dict(bias="hq", **CAUSAL),
      dict(window_right=0, alibi="", mask="bq", dropout_p=0.3, softcap=3.0)],
     ids=str,
 )  # fmt: skip

@@ -15,6 +15,7 @@ _VIEWS = {
     "wide rows": (1, lambda s: (*s[:-1], s[-1] + 5), lambda t, s: t[..., 3 : 3 + s[-1]]),
     "wide aligned rows": (1, lambda s: (*s[:-1], s[-1] + 16), lambda t, s: t[..., 8 : 8 + s[-1]]),
     "transposed rows": (3, lambda s: (s[1], s[0], *s[2:]), lambda t, s: t.transpose(0, 1)),
+    "tokens first": (4, lambda s: (s[0], s[2], s[1], *s[3:]), lambda t, s: t.transpose(1, 2)),
     "columns first": (2, lambda s: (s[-1], *s[:-1]), lambda t, s: t.movedim(0, -1)),
     "reversed": (3, lambda s: s[::-1], lambda t, s: t.permute(*reversed(range(t.dim())))),
     "every third column": (1, lambda s: (*s[:-1], 3 * s[-1]), lambda t, s: t[..., ::3]),
