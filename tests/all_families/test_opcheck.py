@@ -109,23 +109,29 @@ def test_every_operator_is_checked():
     assert all(name.startswith("ops.optimizer") for name in declared - found)
 
 
+# Those without gradients too, but for writes into leaves.
+FUNCTIONS = [n for n, c in CALLS.items() if n.startswith("functional.") and not c.differentiable]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", [lambda t: t, strided], ids=["dense", "strided"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + FUNCTIONS)
 @pytest.mark.grid
 def test_calls_without_data(name, layout, dtype):
     """Results and gradients of meta tensors and of fakes: shapes, dtypes and strides."""
-    call = SAMPLES[name]
+    call = SAMPLES.get(name) or CALLS[name]
     given = call.typed(dtype)
     if "in place" not in name:  # which takes dense rows alone
-        given = {n: layout(t) for n, t in given.items()}
+        given |= {n: layout(t) for n, t in given.items() if n not in call.written}
 
     def facts(convert):
         own = {n: convert(t) for n, t in given.items()}
-        leaves = {n: own[n].detach().requires_grad_() for n in call.wanted(given)}
-        outputs = call.results(own | leaves)
-        gradients = torch.autograd.grad([y.sum() for y in outputs], list(leaves.values()))
-        return [(t.shape, t.dtype, t.stride()) for t in (*outputs, *gradients)]
+        wanted = call.wanted(own) if call.differentiable else []
+        leaves = {n: own[n].detach().requires_grad_() for n in wanted}
+        found = call.results(own | leaves)
+        if leaves:
+            found += torch.autograd.grad([y.sum() for y in found], list(leaves.values()))
+        return [(t.shape, t.dtype, t.stride()) for t in found]
 
     with FakeTensorMode() as mode:
         fake = facts(mode.from_tensor)

@@ -130,6 +130,8 @@ def test_output_follows_the_layout_of_the_query():
     assert found.transpose(1, 2).is_contiguous()
     expected = attend(bshd.contiguous(), *caches, cache_seqlens=4)
     assert expected.is_contiguous() and same_bits(found, expected)
+    meta = attend(*(t.to("meta") for t in (bshd, *caches)), cache_seqlens=4)
+    assert (meta.shape, meta.stride()) == (found.shape, found.stride())
     one = torch.randn(2, 1, 3, 8).transpose(1, 2)  # its strides mean nothing
     assert attend(one, *caches, cache_seqlens=4).is_contiguous()
 
@@ -205,6 +207,3 @@ def test_no_gradient_is_recorded(name):
         with mode:
             output = attend(**t, cache_seqlens=3)
             assert not output.requires_grad
-
-
-# ---- a model's loop -----------------------------------------------------------------------------

@@ -147,9 +147,6 @@ def test_log_sum_exps_far_from_zero(offset, dtype):
     numerics.assert_close(far, wide, (near.double() + offset).float())
 
 
-# ---- results of decoding -------------------------------------------------------------------------
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 ONE, LSE = torch.randn(2, 3, 8), torch.randn(2, 3)
@@ -179,6 +176,3 @@ def test_messages(number):
     outputs, lses, message = WRONG[number]
     with pytest.raises(RuntimeError, match=f"^merge_attention_states: {re.escape(message)}$"):
         merge(outputs, lses)
-
-
-# ---- torch ---------------------------------------------------------------------------------------

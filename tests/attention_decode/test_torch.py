@@ -1,4 +1,4 @@
-"""Decoding inside torch: fakes, compile, which must not copy a cache, export, torch's switches."""
+"""Decoding inside torch: compile, which must not copy a cache, and export."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import re
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass.functional import attention_with_kv_cache
 from tests.attention_decode.cases import (
-    DTYPES,
     Case,
     assert_bits,
     call,
@@ -23,37 +21,6 @@ from tests.support.allocations import allocated
 from tests.support.dtypes import F32
 
 OPS = torch.ops.onepass
-
-# ---- fakes --------------------------------------------------------------------------------------
-
-
-def same_shape(fake, real):
-    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("order", ["bhsd", "bshd"])
-@pytest.mark.parametrize("appends", [False, True])
-def test_fakes_have_the_shapes_dtypes_and_strides(appends, order, dtype):
-    sizes = ((2, 4, 5, 8), (2, 2, 16, 8), (2, 2, 16, 3)) + ((2, 2, 5, 8), (2, 2, 5, 3)) * appends
-    tensors = [torch.randn(size).to(dtype) for size in sizes]
-    if order == "bshd":
-        tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
-    used = int32([5, 3])
-
-    def results(tensors, used):
-        return attention_with_kv_cache(*tensors, cache_seqlens=used, return_lse=True)
-
-    real = results(tensors, used)
-    meta = results([t.to("meta") for t in tensors], used.to("meta"))
-    with FakeTensorMode() as mode:
-        fakes = results([mode.from_tensor(t) for t in tensors], mode.from_tensor(used))
-    assert (real[0].stride(2) > real[0].stride(1)) == (order == "bshd")
-    for outputs in (meta, fakes):
-        for fake, value in zip(outputs, real, strict=True):
-            same_shape(fake, value)
-    assert meta[0].device.type == "meta"
-
 
 # ---- compile ------------------------------------------------------------------------------------
 
@@ -291,6 +258,3 @@ def test_export_with_caches_that_are_buffers():
             t = step_tensors(rows)
             assert same_bits(exported(**t), eager(**t))
         assert same_bits(exported.kv, eager.kv)
-
-
-# ---- torch's switches ---------------------------------------------------------------------------

@@ -44,9 +44,6 @@ def test_gradient_penalty(dtype, bias):
         numerics.assert_close(ours, ref, base)
 
 
-# ---- compile, export, trace ----------------------------------------------------------------------
-
-
 # ---- autocast ------------------------------------------------------------------------------------
 
 
