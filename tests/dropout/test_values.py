@@ -39,18 +39,22 @@ def test_the_stream_is_the_references(p, numel):
 @everywhere
 @pytest.mark.isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_gradients_in_every_dtype(dtype):
-    x = torch.randn(33, 65).to(dtype).requires_grad_()
-    g = torch.randn(33, 65).to(dtype)
+@pytest.mark.parametrize("stream", [None, "same", "wide"])
+def test_values_and_gradients_in_every_dtype(stream, dtype):
+    """Of dropout, and of add_dropout, whose result has the residual's dtype."""
+    out_dtype = F32 if stream == "wide" and dtype != torch.float64 else dtype
+    x, r, g = (torch.randn(33, 65).to(d) for d in (dtype, out_dtype, out_dtype))
+    leaves = [x.requires_grad_(), r.requires_grad_()][: 1 + bool(stream)]
     seed = drawn_seed(5)
     torch.manual_seed(5)
-    y = functional.dropout(x, 0.3)
-    (dx,) = torch.autograd.grad(y, x, g)
-    for ours, source in ((y, x), (dx, g)):
-        ref = reference.dropout.dropout(source.detach().double(), 0.3, seed)
-        base = reference.dropout.dropout(source.detach(), 0.3, seed)
-        assert ours.dtype == dtype
-        numerics.assert_close(ours, ref, base, str(dtype))
+    y = functional.add_dropout(x, r, 0.3) if stream else functional.dropout(x, 0.3)
+    dx, *dr = torch.autograd.grad(y, leaves, g)
+    assert y.dtype == out_dtype and dx.dtype == dtype and all(torch.equal(d, g) for d in dr)
+    of = reference.dropout.add_dropout if stream else reference.dropout.dropout
+    given = [leaf.detach() for leaf in leaves]
+    numerics.assert_close(y, of(*(t.double() for t in given), 0.3, seed), of(*given, 0.3, seed))
+    factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, torch.float64).view(g.shape)
+    numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
 
 
 cpus = torch.ops.onepass.dropout_forward.default  # whatever the executor
@@ -71,27 +75,6 @@ def test_bitwise_the_cpus(executor, dtype, size):
             assert torch.equal(torch.ops.onepass.dropout_forward(*arguments), cpus(*arguments))
     added = functional.add_dropout(x, stream, 0.0)
     assert torch.equal(added, cpus(x, stream, None, 0.0, None))
-
-
-@everywhere
-@pytest.mark.isa
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wide", [False, True])
-def test_add_dropout(dtype, wide):
-    stream_dtype = torch.float32 if wide and dtype != torch.float64 else dtype
-    x = torch.randn(33, 65).to(dtype).requires_grad_()
-    r = torch.randn(33, 65).to(stream_dtype).requires_grad_()
-    g = torch.randn(33, 65).to(stream_dtype)
-    seed = drawn_seed(5)
-    torch.manual_seed(5)
-    y = functional.add_dropout(x, r, 0.3)
-    dx, dr = torch.autograd.grad(y, (x, r), g)
-    assert y.dtype == stream_dtype and dx.dtype == dtype and torch.equal(dr, g)
-    ref = reference.dropout.add_dropout(x.detach().double(), r.detach().double(), 0.3, seed)
-    base = reference.dropout.add_dropout(x.detach(), r.detach(), 0.3, seed)
-    numerics.assert_close(y, ref, base)
-    factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, torch.float64).view(g.shape)
-    numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
 
 
 @everywhere

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional
 from tests.emulator.executors import everywhere
@@ -55,25 +53,32 @@ def test_values(dtype, rotary_dim, norms, interleaved):
         checked(case, case.tensors())
 
 
-@everywhere
-@pytest.mark.parametrize("positions", ["tokens", "batch"])
-@pytest.mark.parametrize("key_heads", [0, 3])
-def test_positions_and_missing_keys(positions, key_heads):
-    case = Case(BF16, table_dtype=F32, positions=positions, key_heads=key_heads, half_width=True)
-    checked(case, case.tensors())
-
-
-# ---- layouts -------------------------------------------------------------------------------------
+MORE = {
+    f"{first}{name}": changes | options
+    for first, changes in (("", {}), ("tokens first, ", {"tokens_first": True}))
+    for name, options in {
+        "heads first": {},
+        "normed": {"norms": BOTH},
+        "seq_first": {"seq_first": True},
+        "seq_first, normed": {"seq_first": True, "norms": BOTH},
+        "positions": {"positions": "tokens", "half_width": True},
+        "positions of a batch": {"positions": "batch", "table_dtype": F32, "dtype": BF16},
+        "no key": {"key_heads": 0, "positions": "batch", "half_width": True},
+        **{f"no {name}": {name: 0, "positions": "batch"}
+           for name in ("batch", "heads", "tokens", "head_dim")},
+    }.items()
+}  # fmt: skip
 
 
 @everywhere
 @pytest.mark.isa
-@pytest.mark.parametrize("norms", [(), BOTH], ids=["alone", "normed"])
-@pytest.mark.parametrize("seq_first", [False, True])
-@pytest.mark.parametrize("tokens_first", [False, True])
-def test_heads_or_tokens_first(tokens_first, seq_first, norms):
-    case = Case(tokens_first=tokens_first, seq_first=seq_first, norms=norms)
+@pytest.mark.parametrize("name", MORE)
+def test_any_order_and_missing_parts(name):
+    case = Case(**MORE[name])
     checked(case, case.tensors())
+
+
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -224,12 +229,6 @@ def test_nothing_of_the_rows_is_saved():
     assert [t.data_ptr() for t in saved] == kept * 2
 
 
-@pytest.mark.parametrize("empty", ["batch", "heads", "tokens", "head_dim"])
-def test_empty(empty):
-    case = Case(**{empty: 0}, positions="batch")
-    checked(case, case.tensors())
-
-
 def test_norms_need_the_rows_for_their_backward():
     for wanted in ("query", "key_weight"):
         tensors = Case(norms=BOTH).tensors()
@@ -325,15 +324,3 @@ def test_transforms_are_refused_before_anything_is_written():
     with torch.no_grad(), pytest.raises(RuntimeError, match="must not be mapped over by vmap"):
         torch.vmap(of)(query, key)
     assert torch.equal(query, before)
-
-
-@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
-def test_tensors_without_data(mode):
-    with mode:
-        query, key = torch.ones(2, 5, 4, 8).transpose(1, 2), torch.ones(2, 3, 5, 8)
-        cos = torch.ones(5, 8)
-        found = functional.rotary_embedding(query, key, cos, cos, inplace=True)
-        assert found[0] is query and found[1] is key
-        with pytest.raises(RuntimeError, match=re.escape("with strides (0, 40, 8, 1)")):
-            query = torch.ones(1, 4, 5, 8).expand(2, -1, -1, -1)
-            functional.rotary_embedding(query, None, cos, cos, inplace=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass import functional, numerics, reference
 from tests.rotary.cases import BOTH, DTYPES, Case
@@ -93,13 +92,3 @@ def test_dtypes_under_autocast_are_the_compositions(dtype, norms):
         ours = functional.rotary_embedding(**tensors)
         stock = reference.rotary.rotary_embedding(**tensors)
     assert [x.dtype for x in ours] == [x.dtype for x in stock] == [dtype] * 2
-
-
-@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
-def test_tensors_without_data(mode):
-    """Positions have no values there."""
-    with mode:
-        query, key = torch.ones(2, 5, 4, 8).transpose(1, 2), torch.ones(2, 3, 5, 8)
-        cos, positions = torch.ones(9, 8), torch.full((5,), 99)
-        outputs = functional.rotary_embedding(query, key, cos, cos, positions=positions)
-        assert [x.stride() for x in outputs] == [query.stride(), key.stride()]
