@@ -111,8 +111,8 @@ def test_a_package_runs_in_a_program_without_python(package, tmp_path):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("eager", marks=pytest.mark.slow),
-        "aot_eager",
+        "eager",
+        pytest.param("aot_eager", marks=pytest.mark.slow),
         pytest.param("inductor", marks=pytest.mark.slow),
     ],
 )

@@ -63,7 +63,7 @@ def check(calls, *, is_cheap: bool = False) -> None:
         key = (op, *((name, *_facts(name, value)) for name, value in given.items()))
         if key not in checked:
             dispatched[op] += not is_cheap
-            few = {"test_utils": CHEAP} if is_cheap or dispatched[op] > 3 else {}
+            few = {"test_utils": CHEAP} if is_cheap or dispatched[op] > 2 else {}
             torch.library.opcheck(op, args, kwargs, **few)
             checked.add(key)
 

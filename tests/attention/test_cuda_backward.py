@@ -76,14 +76,17 @@ def test_any_order_is_right(cuda, name):
     """By the numerics rule, also for atomic sums; all other results are repeatable."""
     cuda.set(seed=7, resident=3)
     check(SHARED[name])
-    # Rounded to 16 bits a few elements of dQ differ, in some orders none.
-    orders = [*ORDERS, *(dict(seed=seed, resident=3) for seed in range(2, 8))]
-    first, *others = in_orders(cuda, SHARED[name], orders)
-    for other in others:
-        for gradient in first.keys() - {"dquery"}:
-            assert torch.equal(first[gradient], other[gradient]), gradient
-    if name in ("long", "causal", "wide"):  # else the test above would say nothing
-        assert not all(torch.equal(first["dquery"], other["dquery"]) for other in others)
+    differs = name not in ("long", "causal", "wide")  # else the test above would say nothing
+    first, *others = in_orders(cuda, SHARED[name], ORDERS)
+    for seed in range(2, 8):  # rounded to 16 bits a few elements of dQ differ, in some orders none
+        for other in others:
+            for gradient in first.keys() - {"dquery"}:
+                assert torch.equal(first[gradient], other[gradient]), gradient
+            differs |= not torch.equal(first["dquery"], other["dquery"])
+        if differs:
+            return
+        others = in_orders(cuda, SHARED[name], [dict(seed=seed, resident=3)])
+    raise AssertionError("no order of blocks shows in dquery")
 
 
 OF_128_COLUMNS = {

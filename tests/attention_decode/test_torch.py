@@ -64,7 +64,7 @@ def test_compile_counts_no_tokens():
         compiled = torch.compile(decode, fullgraph=True, backend=counter)
         caches = [torch.zeros(2, 2, 64, 8) for _ in range(2)]
         frames = []
-        for used in range(3, 12):
+        for used in range(3, 9):
             t = step_tensors(1) | dict(used=int32([used] * 2) if as_tensor else used)
             compiled(k_cache=caches[0], v_cache=caches[1], **t)
             frames.append(counter.frame_count)
@@ -236,13 +236,13 @@ def test_a_compiled_module_generates_as_in_eager():
     layers = [Layer(True, 64), Layer(True, 64)]
     compiled = torch.compile(layers[0], fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        for seq in (7, 1, 1, 3, 1):
+        for seq in (7, 1, 3):
             t = step_tensors(seq)
             found, expected = (of(**t) for of in (compiled, layers[1]))
             assert same_bits(found, expected)
             assert same_bits(layers[0].kv, layers[1].kv)
             assert torch.equal(layers[0].used, layers[1].used)
-    assert layers[0].used.tolist() == [13, 13]
+    assert layers[0].used.tolist() == [11, 11]
 
 
 def test_export_with_caches_that_are_buffers():
