@@ -264,17 +264,16 @@ def test_wrong_values_of_packed_sequences(case):
         functional.varlen_attention(**RIGHT["varlen_attention"] | changes)
 
 
+def some(**arguments: str) -> list[tuple[str, str]]:
+    """(function, argument) of each function's arguments."""
+    return [(name, argument) for name, of in arguments.items() for argument in of.split()]
+
+
 @pytest.mark.parametrize(
     "name, argument",
-    [
-        ("scaled_dot_product_attention", "query"),
-        ("varlen_attention", "query"),
-        ("varlen_attention", "cu_seq_q"),
-        ("attention_with_kv_cache", "query"),
-        ("attention_with_kv_cache", "k_cache"),
-        ("attention_with_kv_cache", "cache_seqlens"),
-    ],
-)
+    some(scaled_dot_product_attention="query", varlen_attention="query cu_seq_q",
+         attention_with_kv_cache="query k_cache cache_seqlens"),
+)  # fmt: skip
 def test_tensors_without_dimensions(name, argument):
     right = RIGHT[name]
     bad = torch.zeros((), dtype=right[argument].dtype)
@@ -285,24 +284,11 @@ def test_tensors_without_dimensions(name, argument):
 
 @pytest.mark.parametrize(
     "name, argument",
-    [
-        ("scaled_dot_product_attention", "query"),
-        ("scaled_dot_product_attention", "attn_mask"),
-        ("varlen_attention", "query"),
-        ("attention_with_kv_cache", "query"),
-        ("attention_with_kv_cache", "k_cache"),
-        ("layer_norm", "weight"),
-        ("silu_mul", "gate"),
-        ("group_norm", "input"),
-        ("gated_activation", "up"),
-        ("cross_entropy", "input"),
-        ("cross_entropy", "target"),
-        ("linear_cross_entropy", "input"),
-        ("linear_cross_entropy", "linear_weight"),
-        ("linear", "input"),
-        ("linear", "residual"),
-    ],
-)
+    some(scaled_dot_product_attention="query attn_mask", varlen_attention="query",
+         attention_with_kv_cache="query k_cache", layer_norm="weight", silu_mul="gate",
+         group_norm="input", gated_activation="up", cross_entropy="input target",
+         linear_cross_entropy="input linear_weight", linear="input residual"),
+)  # fmt: skip
 def test_nested_tensors(name, argument):
     nested = torch.nested.as_nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
     with pytest.raises(RuntimeError, match=rf"^{name}: {argument} must not be nested, got"):

@@ -12,35 +12,31 @@ import torch
 import onepass
 from onepass import _C, _dispatch_log, cli, functional
 from tests.support import fresh
+from tests.support.calls import CALLS, FUNCTIONS
 
 
 def calls_of(function, *args) -> list[dict]:
     return onepass.explain(function, *args).calls
 
 
-def test_every_family_is_explained():
-    x, w, target = torch.randn(600, 96), torch.randn(96), torch.zeros(600, dtype=torch.int64)
-    expected = {
-        "layer_norm": lambda: functional.layer_norm(x, 96, w),
-        "rms_norm": lambda: functional.rms_norm(x, 96, w),
-        "add_rms_norm": lambda: functional.add_rms_norm(x, x, 96, w),
-        "modulated_layer_norm": lambda: functional.modulated_layer_norm(x, 96, x),
-        "modulated_rms_norm": lambda: functional.modulated_rms_norm(x, 96, x),
-        "dropout": lambda: functional.dropout(x, 0.5),
-        "add_dropout": lambda: functional.add_dropout(x, x, 0.5),
-        "gated_activation": lambda: functional.silu_mul(x, x),
-        "group_norm": lambda: functional.group_norm(x[..., None], 2),
-        "causal_conv1d": lambda: functional.causal_conv1d(x.T[None], torch.ones(96, 4)),
-        "cross_entropy": lambda: functional.cross_entropy(x, target),
-        "linear": lambda: functional.linear(x, x[:64], w[:64]),
-        "rotary_embedding": lambda: functional.rotary_embedding(x[None], None, x, x),
-    }
-    for op, function in expected.items():
-        (call,) = calls_of(function)
-        assert call["op"] == op and call["count"] == 1
-        assert call["level"] == _C.cpu_level()
-        assert call["kernel"].endswith("_kernel")
-        assert call["reason"]
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n in CALLS and not CALLS[n].composed])
+def test_every_function_is_explained(name):
+    call = CALLS[name]
+    found = calls_of(lambda: call.run(**call.tensors()))
+    assert found and all(record["count"] == 1 for record in found)
+    for record in found:
+        assert record["level"] == _C.cpu_level() and record["kernel"].endswith("_kernel")
+        assert record["op"] in text_of(name) and record["reason"]
+
+
+def text_of(name: str) -> str:
+    """The names of operators that a function may run."""
+    family = {"silu_mul": "gated_activation", "gelu_mul": "gated_activation"}
+    family |= {"linear_cross_entropy": "linear cross_entropy", "varlen_attention": "attention"}
+    family |= {"attention_with_kv_cache": "attention_decode attention_decode_append"}
+    family |= {"scaled_dot_product_attention": "attention"}
+    function = name.split(" ")[0].removeprefix("functional.")
+    return family.get(function, function)
 
 
 @pytest.mark.parametrize("mapping", [dict, UserDict])
