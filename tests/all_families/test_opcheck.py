@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._prims_common import clone_preserve_strides
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.all_families.test_layouts import OF_ONE
 from tests.support.calls import CALLS, SAMPLES
 from tests.test_conventions import declared_ops
 
@@ -137,3 +139,12 @@ def test_calls_without_data(name, layout, dtype):
         fake = facts(mode.from_tensor)
     assert fake == facts(lambda t: t)
     assert facts(lambda t: t.to("meta")) == fake
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_sizes_that_only_the_run_tells_are_left_to_it(name):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        x = torch.randn(4, 6, 8)
+        some = x[x[:, 0, 0] > 0]
+        y = OF_ONE[name](some)
+    assert some.shape[0].node.hint is None and y.shape[0].node.hint is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -300,31 +299,6 @@ def test_mixed_masks_warn_as_torch():
 
 
 # ---------------------------------------------------------------- class and state of an instance
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("MultiheadAttention", dict(embed_dim=8, num_heads=2)),
-        ("MultiheadAttention", dict(embed_dim=8, num_heads=2, kdim=4, vdim=6, add_bias_kv=True)),
-        ("TransformerEncoderLayer", dict(d_model=8, nhead=2, dim_feedforward=16)),
-        ("TransformerDecoderLayer", dict(d_model=8, nhead=2, dim_feedforward=16, bias=False)),
-    ],
-)
-def test_instances_are_torchs_with_the_same_keys_and_start(name, arguments):
-    torch.manual_seed(3)
-    ours = getattr(onepass.nn, name)(**arguments)
-    torch.manual_seed(3)
-    stock = getattr(nn, name)(**arguments)
-    assert isinstance(ours, getattr(nn, name)) and repr(ours) == repr(stock)
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    for key, value in ours.state_dict().items():
-        assert torch.equal(value, stock.state_dict()[key])
-    ours.load_state_dict(stock.state_dict())
-    stock.load_state_dict(ours.state_dict())
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is type(ours)
-        assert [type(m) for m in twin.modules()] == [type(m) for m in ours.modules()]
 
 
 def test_layers_are_made_of_onepass(torchs_products):

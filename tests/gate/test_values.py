@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import onepass
-from onepass import functional, numerics
+from onepass import functional, numerics, reference
 from tests.emulator.executors import everywhere
 from tests.gate.cases import activations, check, dtypes, forms, make, results
 from tests.support.dtypes import BF16, F16, F32, F64
@@ -144,3 +144,24 @@ def test_gated_mlp(bias):
     gate, up = module.gate_proj(x), module.up_proj(x)
     expected = module.down_proj(F.gelu(gate, approximate="tanh") * up)
     torch.testing.assert_close(module(x), expected)
+
+
+def test_explain_names_the_kernels():
+    gate, up = (t.requires_grad_() for t in make(64, 64).factors)
+    text = str(onepass.explain(lambda: functional.gelu_mul(gate, up).sum().backward()))
+    assert "gate_forward_kernel" in text and "gate_backward_kernel" in text
+    assert "gelu of 64 x 64, contiguous, gate float32, up float32" in text
+    text = str(onepass.explain(functional.silu_mul, gate.detach()))
+    assert "silu of 64 x 32, halves of one tensor, gate float32" in text
+
+
+def test_the_reference_is_torchs():
+    x = torch.randn(50, dtype=F64)
+    found = {name: f(x) for name, f in reference.gate.ACTIVATIONS.items()}
+    expected = {
+        "relu": x.clamp(min=0), "silu": x / (1 + (-x).exp()),
+        "gelu": x * torch.distributions.Normal(0, 1).cdf(x),
+        "gelu_tanh": F.gelu(x, approximate="tanh"), "sigmoid": 1 / (1 + (-x).exp()),
+        "relu2": x.clamp(min=0) ** 2, "quick_gelu": x / (1 + (-1.702 * x).exp()),
+    }  # fmt: skip
+    torch.testing.assert_close(found, expected)

@@ -175,3 +175,11 @@ def test_resnet_block_of_diffusers(last):
     expected = block.nonlinearity(block.norm1(x))
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
+
+
+def test_explain_names_the_kernels():
+    case = make((2, 8, 5, 6), 2, last=True)
+    leaves = [t.requires_grad_() for t in case.tensors]
+    text = str(onepass.explain(lambda: case.ours(*leaves).sum().backward()))
+    assert "group_norm_forward_kernel" in text and "group_norm_backward_kernel" in text
+    assert "2 x 8 x 30, 2 groups, channels last, input float32, weight float32, silu" in text

@@ -3,9 +3,7 @@ module, subclasses."""
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -73,27 +71,10 @@ def test_a_module_under_autocast_trains():
 # ---- the module ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keywords", [{}, {"bias": False}, {"dtype": BF16}], ids=str)
-def test_the_module_is_torchs(keywords):
-    torch.manual_seed(0)
-    ours = onepass.nn.Linear(20, 6, **keywords)
-    torch.manual_seed(0)
-    stock = torch.nn.Linear(20, 6, **keywords)
-    assert isinstance(ours, torch.nn.Linear) and repr(ours) == repr(stock)
-    assert all(map(torch.equal, ours.parameters(), stock.parameters()))
-    ours.load_state_dict(stock.state_dict())
-    stock.load_state_dict(ours.state_dict())
-    x = torch.randn(5, 20, dtype=keywords.get("dtype"))
-    assert torch.equal(ours(x), functional.linear(x, stock.weight, stock.bias))
-    for module in (ours, stock):
-        module(x).pow(2).mean().backward()
-    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    twins = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+def test_a_module_becomes_ours_by_its_class():
+    stock, x = torch.nn.Linear(20, 6), torch.randn(5, 20)
     stock.__class__ = onepass.nn.Linear
-    for twin in (*twins, stock):
-        assert type(twin) is onepass.nn.Linear and twin.state_dict().keys() == {*stock.state_dict()}
-        assert torch.equal(twin(x), ours(x))
+    assert torch.equal(stock(x), functional.linear(x, stock.weight, stock.bias))
 
 
 def test_modules_wrapped_by_torchs_own_tools():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,26 +226,6 @@ def call_of(case):
     ]
 
 
-@pytest.mark.parametrize(
-    "form, scale, p, kept",
-    [
-        ("add", "rows", 0.0, [2]),
-        ("add", "both", 0.1, [2, 2, 40, 2400]),
-        ("layer", "rows", 0.0, [2, 40, 40, 60, 60, 2400]),
-        ("layer", "both", 0.1, [2, 2, 40, 40, 40, 60, 60, 2400, 2400]),
-        ("gated", "sample", 0.0, [60, 60, 80, 80, 80, 2400, 2400]),
-    ],
-)
-def test_what_is_kept(form, scale, p, kept):
-    """The branch if its scale is trained, the sum if a norm follows, factors, statistics and seed:
-    no mask, no normalised rows."""
-    saved = []
-    function, leaves = call_of(make(form, (2, 30, 40), scale=scale, p=p))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        function(*leaves)
-    assert sorted(t.numel() for t in saved) == kept
-
-
 def test_compiled_modules_drop_what_eager_ones_do():
     module = torch.nn.Sequential(onepass.nn.LayerScale(8, 0.5), onepass.nn.DropPath(0.5))
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -260,21 +237,6 @@ def test_compiled_modules_drop_what_eager_ones_do():
             y = call(x)
             found.append([y, *torch.autograd.grad(y.sum(), [x, module[0].gamma])])
         torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-class Block(torch.nn.Module):
-    """Half a transformer block, with LayerScale and DropPath."""
-
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.branch = torch.nn.Linear(width, width)
-        self.scale, self.drop_path = onepass.nn.LayerScale(width, 0.5), onepass.nn.DropPath(0.3)
-        self.norm = onepass.nn.AddLayerNorm(width)
-
-    def forward(self, x):
-        branch = self.branch(x)
-        y, x = self.norm(branch, x, self.scale.gamma, self.drop_path.row_scale(branch))
-        return x + self.drop_path(self.scale(y))
 
 
 @each_form
@@ -291,16 +253,6 @@ def test_dtypes_under_autocast_are_those_without_scales(dtype, scale, form):
             case.row_scale = None
             plain = case.ours(**{n: t for n, t in t.items() if n != "column_scale"})
     assert [t.dtype for t in found] == [t.dtype for t in plain]
-
-
-def test_copies_of_the_modules():
-    x, scale = torch.randn(2, 3, 8), torch.randn(2, 8)
-    block, norm = Block().eval(), onepass.nn.ModulatedLayerNorm((8,), eps=0.5)
-    for copied in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
-        twin = copied(block)
-        assert torch.equal(twin(x), block(x)) and twin.drop_path.drop_prob == 0.3
-        twin = copied(norm)
-        assert torch.equal(twin(x, scale), norm(x, scale)) and twin.eps == 0.5
 
 
 def test_explain_names_the_kernels():

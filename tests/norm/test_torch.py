@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import onepass
 from onepass import functional
-from tests.norm.cases import kinds, make
 
 # ---- modules ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("keywords", [{}, {"elementwise_affine": False}, {"eps": 1e-3}])
-def test_modules_are_torchs(name, keywords):
-    stock = getattr(torch.nn, name)((3, 8), **keywords)
-    ours = getattr(onepass.nn, name)((3, 8), **keywords)
-    assert isinstance(ours, getattr(torch.nn, name))
-    assert repr(ours) == repr(stock)
-    for parameter in stock.parameters():
-        torch.nn.init.normal_(parameter)
-    ours.load_state_dict(stock.state_dict())
-    stock.load_state_dict(ours.state_dict())
-    x = torch.randn(5, 3, 8)
-    torch.testing.assert_close(ours(x), stock(x))
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is type(ours)
-        assert torch.equal(twin(x), ours(x))
-
-
-def test_layer_norm_module_without_bias():
-    ours = onepass.nn.LayerNorm(8, bias=False)
-    assert list(ours.state_dict()) == ["weight"]
-    x = torch.randn(5, 8)
-    torch.testing.assert_close(ours(x), F.layer_norm(x, (8,), ours.weight))
 
 
 @pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
@@ -82,17 +53,3 @@ def test_gradient_penalty_in_float32_and_16_bit():
             assert ours.dtype == dtype
             scale = stock.abs().max()
             assert (ours - stock).abs().max() <= (1e-5 if dtype == torch.float32 else 0.1) * scale
-
-
-@kinds
-def test_saved_for_backward(rms, residual):
-    """One tensor of rows, the weight, one or two statistics per row and a seed: no mask."""
-    saved = []
-    case = make(rms, 100, 64, residual=residual)
-    tensors = {name: tensor.requires_grad_() for name, tensor in case.tensors().items()}
-    case.dropout_p = 0.1 if residual else 0.0
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        outputs = case.ours(**tensors)
-    own = {id(t) for t in tensors.values()} | {t.data_ptr() for t in (*tensors.values(), *outputs)}
-    extra = sum(t.numel() for t in saved if id(t) not in own and t.data_ptr() not in own)
-    assert extra <= 2 * 100 + 2

@@ -45,18 +45,6 @@ def test_second_derivatives_of_norms(dtype, norms):
         numerics.assert_close(*each, name)
 
 
-@pytest.mark.parametrize("norms", [(), ("query",)], ids=str)
-def test_what_is_saved(norms):
-    """Not query and key, which can be freed; with a norm its input, nothing else of its size."""
-    saved = []
-    tensors = Case(tokens=50, positions="batch", norms=norms).tensors()
-    tensors["query"].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        functional.rotary_embedding(**tensors)
-    names = ("query", "query_weight")[: 2 * len(norms)] + ("cos", "sin", "positions")
-    assert [t.data_ptr() for t in saved] == [tensors[name].data_ptr() for name in names]
-
-
 def test_the_norm_is_that_of_rms_norm():
     """To the bit: between norm and rotation nothing is rounded."""
     tensors = Case(norms=BOTH, head_dim=40, rotary_dim=24).tensors()

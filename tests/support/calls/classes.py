@@ -17,6 +17,8 @@ LAYOUT_COLUMNS, STEP_COLUMN, MOMENT_COLUMN = (LAYOUT[k] for k in ("columns", "st
 
 # ---- modules -------------------------------------------------------------------------------------
 
+MODULES = {}  # makes each from a namespace, onepass.nn or torch.nn; filled by calls()
+
 
 def _modules():
     """The parameters, too, are arguments: of torch.func.functional_call."""
@@ -43,6 +45,7 @@ def _modules():
 
             return run
 
+        MODULES[f"nn.{name}"] = make
         runs = run_in(onepass.nn), run_in(torch.nn) if stock else None
         optional = () if stock else ("second", "weight", "bias", "gamma")
         return Call(
