@@ -72,11 +72,3 @@ def test_fused_norm_drops_what_dropout_drops():
     _, stream = functional.add_rms_norm(x, r, 13, dropout_p=0.5)
     torch.manual_seed(9)
     assert torch.equal(stream, functional.dropout(x, 0.5))
-
-
-def test_linear_drops_what_dropout_drops():
-    x, identity = torch.randn(7, 13), torch.eye(13)
-    torch.manual_seed(9)
-    output = functional.linear(x, identity, dropout_p=0.5)
-    torch.manual_seed(9)
-    assert torch.equal(output, functional.dropout(x, 0.5))

@@ -44,7 +44,7 @@ def each_instance(cuda, build: str = "plain") -> None:
                     assert torch.equal(found, cpus(*arguments, 0.3, None))
 
 
-@pytest.mark.parametrize("build", emulated.BUILDS)
+@pytest.mark.parametrize("build", emulated.SANITIZERS)
 def test_each_instance(cuda, build):
     """Without races or bad accesses; none is left out."""
     each_instance(cuda, build)

@@ -64,7 +64,8 @@ EMPTY += [
 def test_empty(rows, in_features, out_features, bias, dtype):
     """Without in_features the output is the bias, whose gradient is a sum of rows as ever."""
     sizes = rows, in_features, out_features
-    check(*(make(*sizes, dtype, bias=bias, seed=seed) for seed in range(8)))
+    draws = 8 if in_features == 0 and bias else 1  # only such sums have errors
+    check(*(make(*sizes, dtype, bias=bias, seed=seed) for seed in range(draws)))
 
 
 def test_a_vector():
