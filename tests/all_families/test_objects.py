@@ -131,24 +131,8 @@ def test_contents():
     assert contents({}) == []
 
 
-def change_value(of):
-    of[1]["y"] = Same()
-
-
-def change_last_value(of):
-    of[3]["x"] = Same()
-
-
-def change_other(of):
-    of["other"] = Same()
-
-
-def change_entry(of):
-    of[1] = dict(of[1])
-
-
-def swap_entries(of):
-    of[1], of[3] = of[3], of[1]
+def swap(of, one, other):
+    of[one], of[other] = of[other], of[one]
 
 
 def swap_keys(of):
@@ -157,69 +141,33 @@ def swap_keys(of):
     of.update({3: one, 2: empty, 1: other, "other": last})
 
 
-def swap_values(of):
-    of[1]["x"], of[1]["y"] = of[1]["y"], of[1]["x"]
+# What is done to `entries()`.
+CHANGES = {
+    "a value": lambda of: of[1].update(y=Same()),
+    "the last value": lambda of: of[3].update(x=Same()),
+    "what is no dict": lambda of: of.update(other=Same()),
+    "an entry": lambda of: of.update({1: dict(of[1])}),
+    "entries are swapped": lambda of: swap(of, 1, 3),
+    "keys are swapped": swap_keys,
+    "values are swapped": lambda of: swap(of[1], "x", "y"),
+    "the same objects in other entries": lambda of: of[2].update(y=of[1].pop("y")),
+    "a name": lambda of: of[1].update(z=of[1].pop("y")),
+    "a value less": lambda of: of[1].pop("y"),
+    "a value more": lambda of: of[1].update(z=None),
+    "a last value more": lambda of: of[3].update(z=None),
+    "an entry less": lambda of: of.pop(2),
+    "the last entry less": lambda of: of.pop("other"),
+    "an entry more": lambda of: of.update({4: {}}),
+    "nothing left": dict.clear,
+}
 
 
-def move_value(of):
-    """The same objects in the same order, but in other entries."""
-    of[2]["y"] = of[1].pop("y")
-
-
-def rename(of):
-    of[1]["z"] = of[1].pop("y")
-
-
-def remove_value(of):
-    del of[1]["y"]
-
-
-def add_value(of):
-    of[1]["z"] = None
-
-
-def add_to_the_last(of):
-    of[3]["z"] = None
-
-
-def remove_entry(of):
-    del of[2]
-
-
-def remove_last_entry(of):
-    del of["other"]
-
-
-def add_entry(of):
-    of[4] = {}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_value,
-        change_last_value,
-        change_other,
-        change_entry,
-        swap_entries,
-        swap_keys,
-        swap_values,
-        move_value,
-        rename,
-        remove_value,
-        add_value,
-        add_to_the_last,
-        remove_entry,
-        remove_last_entry,
-        add_entry,
-        dict.clear,
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change):
     of = entries()
     found = contents(of)
     assert holds(of, found)
-    change(of)
+    CHANGES[change](of)
     assert not holds(of, found)
     assert holds(of, contents(of))
 

@@ -184,26 +184,16 @@ def test_masks_get_their_gradients():
 
 @pytest.mark.parametrize("padded", [False, True], ids=["no padding", "padding"])
 @pytest.mark.parametrize("extra", [{}, dict(add_zero_attn=True)], ids=["", "zero key"])
-def test_causal_hint(extra, padded):
+@pytest.mark.parametrize("keys", [SEQ, KEYS])
+def test_causal_hint(keys, extra, padded):
+    """Of as many keys as queries, and of fewer."""
     ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True, **extra)
-    causal = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+    causal = torch.ones(SEQ, keys, dtype=torch.bool).triu(1 if keys == SEQ else keys - SEQ + 2)
     arguments = dict(attn_mask=causal, is_causal=True, need_weights=False)
     if padded:
-        arguments["key_padding_mask"] = torch.arange(SEQ) > torch.tensor([[4], [6]])
-    tensors = draw("self", True)
-    results = [run(module.double(), tensors, **arguments) for module in (ours, stock)]
-    assert_same(*results)
-
-
-def test_causal_hint_of_another_number_of_keys():
-    ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
-    tensors = draw("key is value", True)
-    lower_right = torch.ones(SEQ, KEYS, dtype=torch.bool).triu(KEYS - SEQ + 2)
-    for padding in (None, torch.arange(KEYS) > torch.tensor([[2], [6]])):
-        arguments = dict(
-            attn_mask=lower_right, is_causal=True, key_padding_mask=padding, need_weights=False
-        )
-        assert_same(*(run(m.double(), tensors, **arguments) for m in (ours, stock)))
+        arguments["key_padding_mask"] = torch.arange(keys) > torch.tensor([[keys - 3], [6]])
+    tensors = draw("key is value", True, keys=keys)
+    assert_same(*(run(module.double(), tensors, **arguments) for module in (ours, stock)))
 
 
 def test_causal_hint_is_taken_at_its_word():
@@ -285,15 +275,11 @@ def test_what_torch_refuses_is_refused_in_its_words(case):
 
 def test_mixed_masks_warn_as_torch():
     ours, stock = pair("MultiheadAttention", WIDTH, HEADS, batch_first=True)
-    arguments = dict(
-        key_padding_mask=torch.zeros(BATCH, SEQ, dtype=torch.bool),
-        attn_mask=torch.zeros(SEQ, SEQ),
-        need_weights=False,
-    )
+    masks = dict(key_padding_mask=torch.zeros(BATCH, SEQ).bool(), attn_mask=torch.zeros(SEQ, SEQ))
     texts = []
     for module in (ours, stock):
         with pytest.warns(UserWarning) as caught:
-            module(X, X, X, **arguments)
+            module(X, X, X, **masks, need_weights=False)
         texts.append(str(caught[0].message))
     assert texts[0] == texts[1]
 
