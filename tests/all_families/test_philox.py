@@ -13,22 +13,11 @@ pytestmark = pytest.mark.isa
 # Known-answer vectors of Philox4x32-10 as the authors publish them with Random123: counter, key,
 # output.
 KNOWN = [
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
+    ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+     "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
 
 
 def words(text: str) -> list[int]:

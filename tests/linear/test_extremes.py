@@ -36,17 +36,11 @@ def test_not_finite_elements(name, rows, value, row, column, dtype):
     assert any((kinds(found) != 0).any() for found in spoilt.values())
 
 
-@pytest.mark.parametrize(
-    ("magnitude", "dtype"),
-    [
-        (magnitude, dtype)
-        for magnitude in (1e-30, 1e-6, 1e6, 1e15)
-        for dtype in FLOATS
-        if magnitude == 1e-6 or dtype is not torch.float16  # float16 has none of the others
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e15])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_magnitudes(magnitude, dtype):
+    if dtype is torch.float16 and magnitude != 1e-6:
+        return  # which has none of the others
     cases = [make(20, 200, 30, dtype, seed=seed) for seed in range(2)]
     for case in cases:
         case.input = case.input * magnitude

@@ -7,7 +7,7 @@ import torch
 
 from onepass import functional, reference
 from tests.emulator.executors import everywhere
-from tests.rotary.cases import BOTH, Case, check_tensors
+from tests.rotary.cases import BOTH, TABLES, Case, check_tensors
 from tests.support.dtypes import BF16, F16, F32
 
 pytestmark = [everywhere, pytest.mark.isa]
@@ -46,15 +46,9 @@ def test_rows_of_zeros(tokens_first):
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "name, norms",
-    [
-        ("query", ()),
-        ("cos", ()),
-        ("sin", ()),
-        ("query", BOTH),
-        ("query_weight", BOTH),
-        ("cos", BOTH),
-    ],
-)
+    [*((name, ()) for name in ("query", *TABLES)),
+     *((name, BOTH) for name in ("query", "query_weight", "cos"))],
+)  # fmt: skip
 def test_what_is_not_finite_shows_as_in_torch(name, norms, special, interleaved):
     """Only in its own row; after a norm in columns that are not rotated too."""
     case = Case(interleaved=interleaved, norms=norms, rotary_dim=16)
