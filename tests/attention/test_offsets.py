@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onepass import functional, numerics
+from onepass.reference.attention import attention as reference
 
 attend = functional.scaled_dot_product_attention
 merge = functional.merge_attention_states
@@ -79,3 +80,18 @@ def test_parts_are_the_whole(name, parts):
     )
     for result, ref, base in zip(*results, strict=True):
         numerics.assert_close(result, ref, base, case=name)
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_the_definition(bottom_right):
+    q, k, v = tensors(torch.float64, queries=30, keys=40)
+    output, lse = attend(
+        q, k, v, is_causal=True, alibi_slopes=SLOPES, return_lse=True, query_offset=17,
+        key_offset=6, causal_alignment="bottom_right" if bottom_right else "top_left",
+    )  # fmt: skip
+    ref = reference(
+        q, k, v, window_right=0, alibi_slopes=SLOPES.double(), query_offset=17, key_offset=6,
+        bottom_right=bottom_right,
+    )  # fmt: skip
+    for result, right in zip((output, lse), ref, strict=True):
+        numerics.assert_close(result, right, right)
