@@ -34,7 +34,7 @@ NAMES = ["query", "key", "value", "bias", "mask", "doutput"]
 
 
 @laid_out
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tokens first", *LAYOUTS])
 def test_each_tensor_in_each_layout(executor, case, layout):
     t = case.tensors()
     expected = ours(case, t)

@@ -112,9 +112,9 @@ def test_gradients_for_some_tensors_only(dtype, wrt):
 @pytest.mark.parametrize("features", [64, 96, 192, 200, 768])
 def test_a_row_or_a_column_alone(features, dtype):
     """Products of a matrix and a vector, which torch sums lane by lane: ours has no long chains."""
-    rows = [make(1, features, 64, dtype, seed=seed) for seed in range(60)]
+    rows = [make(1, features, 64, dtype, seed=seed) for seed in range(30)]
     check(*rows, wrt=())
-    columns = [make(64, 1, features, dtype, seed=seed) for seed in range(60)]
+    columns = [make(64, 1, features, dtype, seed=seed) for seed in range(30)]
     check(*columns, wrt=("input",))
 
 

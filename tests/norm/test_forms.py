@@ -31,7 +31,7 @@ pytestmark = pytest.mark.isa
 normed = pytest.mark.parametrize("form", ["layer", "rms"])
 
 
-@pytest.mark.emulator_grid(2)
+@pytest.mark.grid(2)
 @every
 @dtypes
 def test_values_and_gradients(executor, dtype, form, scale, options):

@@ -15,13 +15,16 @@ _VIEWS = {
     "wide rows": (1, lambda s: (*s[:-1], s[-1] + 5), lambda t, s: t[..., 3 : 3 + s[-1]]),
     "wide aligned rows": (1, lambda s: (*s[:-1], s[-1] + 16), lambda t, s: t[..., 8 : 8 + s[-1]]),
     "transposed rows": (3, lambda s: (s[1], s[0], *s[2:]), lambda t, s: t.transpose(0, 1)),
-    "tokens first": (4, lambda s: (s[0], s[2], s[1], *s[3:]), lambda t, s: t.transpose(1, 2)),
     "columns first": (2, lambda s: (s[-1], *s[:-1]), lambda t, s: t.movedim(0, -1)),
     "reversed": (3, lambda s: s[::-1], lambda t, s: t.permute(*reversed(range(t.dim())))),
     "every third column": (1, lambda s: (*s[:-1], 3 * s[-1]), lambda t, s: t[..., ::3]),
     "odd offset": (1, lambda s: (s.numel() + 1,), lambda t, s: t[1:].view(s)),
 }
 LAYOUTS = list(_VIEWS)
+# Of (batch, heads, tokens, dim) alone.
+_VIEWS["tokens first"] = (
+    4, lambda s: (s[0], s[2], s[1], s[3]), lambda t, s: t.transpose(1, 2),
+)  # fmt: skip
 
 
 def strided(tensor: Tensor, layout: str) -> Tensor:
@@ -52,8 +55,8 @@ def expanded(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
 def views(tensor: Tensor, *, is_written: bool = False) -> Iterator[tuple[str, Callable]]:
     """(name, function of the tensor) for every layout that it has the dimensions for; tensors that
     are written have an element for each of theirs."""
-    for layout, (least, *_) in _VIEWS.items():
-        if tensor.dim() >= least:
+    for layout in LAYOUTS:
+        if tensor.dim() >= _VIEWS[layout][0]:
             yield layout, partial(strided, layout=layout)
     if tensor.is_floating_point() and not is_written:
         every = tuple(range(tensor.dim()))
