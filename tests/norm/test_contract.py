@@ -126,6 +126,11 @@ def test_modulated_norms(kind):
 # ---- errors that only a direct call of the operators can make ------------------------------------
 
 
+def refused_kind(op, right: dict) -> None:
+    name, message = "norm: kind must be 0 (layer) or 1 (RMS), got 2".split(": ")
+    assert_refused(op, name, right, {message: dict(kind=2)})
+
+
 def test_the_operators_of_norms():
     right = dict(input=X, weight=W, kind=1)
     seed = "seed must be a dense int64 tensor of shape (2,) on cpu, got (3,) of float32 on cpu"
@@ -141,8 +146,7 @@ def test_the_operators_of_norms():
         seed: dict(dropout_p=0.5, seed=torch.zeros(3)),
     }
     assert_refused(raw_forward, "add_rms_norm", right | dict(residual=X), wrong)
-    kind = {"kind must be 0 (layer) or 1 (RMS), got 2": dict(kind=2)}
-    assert_refused(raw_forward, "norm", right, kind)
+    refused_kind(raw_forward, right)
     right = dict(doutput=X, x=X, weight=W, bias=W, mean=ROWS, rstd=ROWS)
     wrong = {
         f"x must {FLOAT} int64": dict(x=X.long()),
@@ -203,8 +207,7 @@ def test_the_operators_of_modulated_norms():
     }
     backward = RAW.modulated_norm_backward
     assert_refused(backward, "modulated_layer_norm_backward", right, wrong)
-    kind = {"kind must be 0 (layer) or 1 (RMS), got 2": dict(kind=2)}
-    assert_refused(backward, "norm", right, kind)
+    refused_kind(backward, right)
 
 
 def test_the_operators_of_branches():
