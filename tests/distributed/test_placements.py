@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from onepass import numerics
 from tests.distributed.dtensors import SHAPES, mesh_of, pairs, spread, whole
 from tests.distributed.ranks import distributed, run
-from tests.optim.cases import FLAGS, NAMES, TORCH_NAMES, ours, same, stock
-from tests.support.dtypes import BF16, F32, F64
+from tests.optim.cases import FLAGS, NAMES, ours, same
+from tests.support.dtypes import BF16, F32
 
 pytestmark = distributed
 
@@ -34,14 +33,14 @@ def members(mesh, shapes=SHAPES):
     return [(number, *one) for number, one in enumerate(found)]
 
 
-def trained(cls, mesh, cases, dtype=F32, on_dtensors=True, zeroes=False, steps=STEPS, **options):
+def trained(name, mesh, cases, dtype, on_dtensors, options):
     """The optimizer after some steps, some of them without some of the gradients."""
     params = []
     for number, shape, place, _ in cases:
         start = 0.5 + drawn(number, shape, 0).to(dtype)
         params.append(torch.nn.Parameter(spread(start, mesh, place) if on_dtensors else start))
-    optimizer = cls(params, **options)
-    for step in range(1, steps + 1):
+    optimizer = ours(name)(params, **FLAGS[name], **options)
+    for step in range(1, STEPS + 1):
         for (number, shape, _, place), p in zip(cases, params, strict=True):
             p.grad = None
             if (number + step) % 5:
@@ -53,7 +52,7 @@ def trained(cls, mesh, cases, dtype=F32, on_dtensors=True, zeroes=False, steps=S
         for p, gradient, value in zip(params, given, before, strict=True):
             assert p.grad is gradient
             if gradient is not None:
-                expected = torch.zeros_like(value) if zeroes else value
+                expected = torch.zeros_like(value) if "zero_grads" in options else value
                 assert torch.equal(whole(gradient), expected)
     return optimizer, params
 
@@ -72,86 +71,48 @@ def check_same(found, params, expected, cases, case):
     assert not wrong, f"{case}: {len(wrong)} differ, {wrong[:5]}"
 
 
-def body_of_pairs(mesh_shape, name, dtype, options):
+def body(mesh_shape, name, dtype, options, aligned):
+    """Bit for bit whole parameters, which tests/optim compares with torch's; or, where something
+    rounds at random or shares a scale, shards whose gradients have their placement."""
     mesh = mesh_of(mesh_shape)
-    cases = members(mesh, SHAPES[:3])  # the last is for 8 bits
-    options = {**FLAGS[name], **options}
-    zeroes = options.get("zero_grads", False)
-    found, params = trained(ours(name), mesh, cases, dtype, zeroes=zeroes, **options)
-    expected = trained(ours(name), mesh, cases, dtype, False, zeroes=zeroes, **options)
+    cases = others = members(mesh, SHAPES[1::2] if aligned else SHAPES[:3])
+    if aligned:
+        others = [(number, shape, place, place) for number, shape, place, _ in cases]
+    found, params = trained(name, mesh, cases, dtype, True, options)
+    expected = trained(name, mesh, others, dtype, aligned, options)
     check_same(found, params, expected, cases, f"{mesh_shape} {name} {options}")
-    if "max_grad_norm" in options:
+    for (_, _, place, _), p in zip(cases, params, strict=True):
+        assert isinstance(p, DTensor) and p.placements == place and whole(p).isfinite().all()
+    if "max_grad_norm" in options and not aligned:
         assert torch.equal(found.grad_norm, expected[0].grad_norm)
 
 
-# The same for a parameter in shards as for a whole one: nothing rounds at random, no elements share
-# a scale of 8 bits.
 EXACT = {
     "own state": {},
     "clipped": {"max_grad_norm": 0.1, "zero_grads": True},
     "fp32": {"master": "fp32", "zero_grads": True},
     "remainder16": {"master": "remainder16", "max_grad_norm": 0.1},
 }
-
-
 EACH_ONCE = list(zip(NAMES, EXACT, strict=True))
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "mesh, name, mode",
     [
         *[
-            pytest.param((2,), *pair, marks=() if pair in EACH_ONCE else pytest.mark.slow)
+            pytest.param((2,), *pair, marks=() if pair in EACH_ONCE else slow)
             for pair in itertools.product(NAMES, EXACT)
         ],
-        *[pytest.param((4,), *pair, marks=pytest.mark.slow) for pair in EACH_ONCE],
+        *[pytest.param((4,), *pair, marks=slow) for pair in EACH_ONCE],
         ((2, 2), "AdamW", "clipped"),
-        pytest.param((2, 2), "SGD", "remainder16", marks=pytest.mark.slow),
+        pytest.param((2, 2), "SGD", "remainder16", marks=slow),
     ],
 )
 def test_pairs_of_placements_step_as_whole_parameters(mesh, name, mode):
     size = torch.Size(mesh).numel()
     dtype = BF16 if "master" in EXACT[mode] else F32
-    run(size, body_of_pairs, mesh, name, dtype, EXACT[mode])
-
-
-SHARED_BY_ALL = ((4, 4), (9, 5))  # torch refuses some steps if a rank has an empty shard
-
-
-def body_against_torch(mesh_shape, name):
-    mesh = mesh_of(mesh_shape)
-    cases = members(mesh, SHARED_BY_ALL)
-    _, params = trained(ours(name), mesh, cases, **FLAGS[name])
-    _, base = trained(stock(name), mesh, cases, **FLAGS[name])
-    _, ref = trained(stock(name), mesh, cases, F64, False, **FLAGS[name])
-    for one, p, q, r in zip(cases, params, base, ref, strict=True):
-        numerics.assert_close(whole(p), whole(r), whole(q), case=f"{mesh_shape} {one}")
-        assert p.placements == q.placements
-
-
-@pytest.mark.parametrize(
-    "mesh, name",
-    [
-        *[((2,), name) for name in TORCH_NAMES],
-        pytest.param((4,), "AdamW", marks=pytest.mark.slow),
-        pytest.param((2, 2), "SGD", marks=pytest.mark.slow),
-    ],
-)
-def test_pairs_of_placements_step_as_torch(mesh, name):
-    run(torch.Size(mesh).numel(), body_against_torch, mesh, name)
-
-
-def body_of_local(mesh_shape, name, options):
-    """Against parameters whose gradients have their placement: bit for bit, whatever rounds."""
-    mesh = mesh_of(mesh_shape)
-    cases = members(mesh, SHAPES[1::2])
-    aligned = [(number, shape, place, place) for number, shape, place, _ in cases]
-    options = {**FLAGS[name], **options, "max_grad_norm": 0.5}
-    found, params = trained(ours(name), mesh, cases, BF16, **options)
-    expected = trained(ours(name), mesh, aligned, BF16, **options)
-    check_same(found, params, expected, cases, f"{mesh_shape} {name} {options}")
-    for p in params:
-        assert isinstance(p, DTensor) and whole(p).isfinite().all()
+    run(size, body, mesh, name, dtype, EXACT[mode], False)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +122,10 @@ def body_of_local(mesh_shape, name, options):
         ((2,), "Adam", {"master": "remainder16", "state_dtype": BF16}),
         ((2,), "SGD", {"master": "fp32", "state_dtype": "int8"}),
         ((2,), "Lion", {"master": "stochastic"}),
-        pytest.param((2, 2), "AdamW", {"state_dtype": BF16}, marks=pytest.mark.slow),
+        pytest.param((2, 2), "AdamW", {"state_dtype": BF16}, marks=slow),
     ],
     ids=str,
 )
 def test_pairs_of_placements_step_as_aligned_ones(mesh, name, options):
-    run(torch.Size(mesh).numel(), body_of_local, mesh, name, options)
+    options = options | {"max_grad_norm": 0.5}
+    run(torch.Size(mesh).numel(), body, mesh, name, BF16, options, True)

@@ -1,13 +1,13 @@
-"""Models trained on several processes with torch's optimizers and with ours."""
+"""A model trained on several processes with torch's AdamW and with ours."""
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,14 +21,15 @@ from onepass import numerics
 from onepass._dispatch_log import record
 from onepass._policy import small_calls
 from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import distributed, on_ranks, run
-from tests.optim.cases import FLAGS, TORCH_NAMES, ours, stock
+from tests.distributed.ranks import distributed, run
+from tests.optim.cases import FLAGS
 
 pytestmark = distributed
 
 # A wrong step differs within five steps too; in twenty, rounding errors can grow.
 STEPS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 WIDTH, VOCABULARY, LENGTH = 16, 11, 8
+SETTINGS = FLAGS["AdamW"]
 
 
 class Block(nn.Module):
@@ -103,59 +104,34 @@ def check(found, expected, reference):
     numerics.assert_close(found[1], reference[1], expected[1], case="parameters")
 
 
-def in_one_process(name, steps):
+@functools.cache
+def in_one_process(steps):
     model = network(torch.float64)
-    return trained(model, stock(name)(model.parameters(), **FLAGS[name]), steps)
+    return trained(model, torch.optim.AdamW(model.parameters(), **SETTINGS), steps)
 
 
-def body_of_sequences(name, steps, swapped=False):
+def body_of_sequences(steps, swapped):
     results = []
-    for cls in (ours(name), stock(name)):
+    for cls in (onepass.optim.AdamW, torch.optim.AdamW):
         model = network()
-        if swapped and cls is ours(name):
+        swapped = swapped and cls is onepass.optim.AdamW
+        if swapped:
             assert onepass.swap(model).swapped
         model = in_sequence_parallel(model)
-        if swapped and cls is ours(name):
+        if swapped:
             with mock.patch.dict(small_calls.LEAST_NORM, clear=True), record() as calls:
                 model(torch.zeros(2, LENGTH, dtype=torch.int64))
             ran = [(call["op"], "torch" in call["level"]) for call in calls]
             assert ran.count(("layer_norm", False)) == 3
-        optimizer = cls(model.parameters(), **FLAGS[name])
-        results.append(trained(model, optimizer, steps))
+        results.append(trained(model, cls(model.parameters(), **SETTINGS), steps))
         kinds = {p.grad.placements for p in model.norm.parameters()}
         assert kinds == {(Partial(),)} and model.norm.weight.placements == (Replicate(),)
-    check(*results, in_one_process(name, steps))
+    check(*results, in_one_process(steps))
 
 
 @STEPS
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", TORCH_NAMES)
-@pytest.mark.grid
-def test_sequence_parallel_training(name, size, steps):
-    run(size, body_of_sequences, name, steps)
-
-
-@STEPS
-def test_sequence_parallel_training_of_a_swapped_model(steps):
-    """Its norms get DTensors, of which each process computes its part."""
-    run(2, body_of_sequences, "AdamW", steps, True)
-
-
-@STEPS
-@on_ranks(2)
-def test_mixed_precision_training(steps):
-    """Float32 shards, bfloat16 products; the state is of the shards' dtype and placement."""
-    model = network()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh_of((2,)), mp_policy=policy)
-    optimizer = onepass.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-    losses, _ = trained(model, optimizer, steps)
-    assert losses.isfinite().all()
-    for (_, entry), p in zip(optimizer.state.items(), model.parameters(), strict=True):
-        assert entry["exp_avg"].dtype is torch.float32
-        assert entry["exp_avg"].placements == p.placements
-    other = onepass.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-    other.load_state_dict(optimizer.state_dict())
-    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
-        assert all(torch.equal(whole(one[key]), whole(two[key])) for key in one)
+@pytest.mark.parametrize("size, swapped", [(2, True), (4, False)])
+def test_sequence_parallel_training(size, swapped, steps):
+    """The norms of a swapped model get DTensors, of which each process computes its part. Other
+    optimizers: test_placements."""
+    run(size, body_of_sequences, steps, swapped)
