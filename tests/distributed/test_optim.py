@@ -21,7 +21,6 @@ from tests.optim.cases import (
     same,
     snapshot,
     steps,
-    stock,
 )
 from tests.support.dtypes import BF16, F32, F64
 
@@ -32,101 +31,50 @@ SHARDED_MODES = {mode: MODES[mode] for mode in ("own state", "fp32", "remainder1
 SHARDED_MODES["averages"] = {"master": "fp32", "ema_decay": 0.9}
 
 
-def rank():
-    return torch.distributed.get_rank()
-
-
-def network(dtype=F32):
+def trained(name, dtype, sharded):
+    """Parameters and norms of steps that are clipped by the norm of the whole model."""
     torch.manual_seed(40)
-    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).to(
-        dtype
-    )
-
-
-def batch(number, dtype=F32):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 7, generator=generator).to(dtype)
-
-
-def body_of_fsdp(name):
-    """Steps clipped by the norm of the whole model."""
-    model, mesh = network(), mesh_of((2,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = ours(name)(model.parameters(), **FLAGS[name], max_grad_norm=0.1)
-    norms = []
+    layers = torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    model, part = torch.nn.Sequential(*layers).to(dtype), slice(None)
+    if sharded:
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh_of((2,)))
+        rank = torch.distributed.get_rank()
+        part = slice(4 * rank, 4 * rank + 4)
+    options = FLAGS[name] | {"max_grad_norm": 0.1}
+    if "ns_dtype" in options and dtype is F64:
+        options["ns_dtype"] = None
+    muons = name == "MuonWithAdamW"
+    params = onepass.optim.muon_groups(model) if muons else model.parameters()
+    optimizer, norms = ours(name)(params, **options), []
     for number in range(5):
+        batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(number)).to(dtype)
         optimizer.zero_grad()
-        model(batch(number)[4 * rank() : 4 * rank() + 4]).square().mean().backward()
+        model(batch[part]).square().mean().backward()
         optimizer.step()
         norms.append(optimizer.grad_norm.clone())
     return [whole(p) for p in model.parameters()], norms
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "MuonWithAdamW"])
 def test_a_fully_sharded_run_is_the_run_of_one_process(name):
-    (found, norms), (other, other_norms) = run(2, body_of_fsdp, name)
+    (found, norms), (other, other_norms) = run(2, trained, name, F32, True)
     assert all(same(one, two) for one, two in zip(found + norms, other + other_norms, strict=True))
-    assert all(norm.shape == () and norm.dtype == F32 for norm in norms)
-    weights, expected_norms = [], []
-    for dtype in (F64, F32):
-        model = network(dtype)
-        optimizer = stock(name)(model.parameters(), **FLAGS[name])
-        expected_norms.append([])
-        for number in range(5):
-            optimizer.zero_grad()
-            model(batch(number, dtype)).square().mean().backward()
-            expected_norms[-1].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-            optimizer.step()
-        weights.append([p.detach() for p in model.parameters()])
-    assert all(norm > 0.1 for norm in expected_norms[0])
-    for one, two in zip(norms, expected_norms[0], strict=True):
-        assert abs(one / two - 1) < 1e-5
-    for one, ref, base in zip(found, *weights, strict=True):
-        numerics.assert_close(one, ref, base)
-
-
-def trained_by_muon(model, dtype, part):
-    """Muon for the matrices, AdamW for the biases, clipped together."""
-    groups = onepass.optim.muon_groups(model)
-    options = {"max_grad_norm": 0.1, "ns_dtype": None if dtype is F64 else "float32"}
-    optimizer = onepass.optim.MuonWithAdamW(groups, lr=1e-2, **options)
-    for number in range(5):
-        optimizer.zero_grad()
-        model(batch(number, dtype)[part]).square().mean().backward()
-        optimizer.step()
-    return [whole(p) for p in model.parameters()]
-
-
-def body_of_muon():
-    model, mesh = network(), mesh_of((2,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return trained_by_muon(model, F32, slice(4 * rank(), 4 * rank() + 4))
-
-
-def test_a_fully_sharded_run_of_muon_is_that_of_one_process():
-    found, other = run(2, body_of_muon)
-    assert all(same(one, two) for one, two in zip(found, other, strict=True))
-    ref, base = (trained_by_muon(network(dtype), dtype, slice(None)) for dtype in (F64, F32))
-    for one, definition, stock_run in zip(found, ref, base, strict=True):
-        numerics.assert_close(one, definition, stock_run)
-
-
-def sharded_parameters(optimizer, placements):
-    """The optimizer's parameters as distributed tensors."""
-    mesh = mesh_of((2,))
-    params = [
-        torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
-        for p in members(optimizer)
-    ]
-    return params, mesh
+    (ref, exact), (base, _) = (trained(name, dtype, False) for dtype in (F64, F32))
+    for norm, right in zip(norms, exact, strict=True):
+        assert norm.shape == () and norm.dtype == F32
+        assert right > 0.1 and abs(norm / right - 1) < 1e-5
+    for results in zip(found, ref, base, strict=True):
+        numerics.assert_close(*results)
 
 
 def body_of_shards(name, shapes, mode, dimension=0):
     """The same gradients for parameters whole and in shards."""
-    reference = made(name, shapes, BF16, **SHARDED_MODES[mode])
-    params, mesh = sharded_parameters(reference, [Shard(dimension)])
+    reference, mesh = made(name, shapes, BF16, **SHARDED_MODES[mode]), mesh_of((2,))
+    params = [
+        torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(dimension)]))
+        for p in members(reference)
+    ]
     optimizer = ours(name)(params, **FLAGS[name], **SHARDED_MODES[mode])
     for number in range(3):
         steps(reference, 1, first=number)
