@@ -135,25 +135,28 @@ def test_shards_give_what_the_whole_gives(name, layout, size):
     run(size, body, CASES[name], {}, layout)
 
 
-@SIZES
-@pytest.mark.parametrize("dtype", [F64, BF16, F16])
-def test_dtypes(dtype, size):
-    run(size, body, CASES["causal dropout"] | {"alibi": False}, {"dtype": dtype}, "zigzag")
+WINDOW = CAUSAL | {"window_size": (200, -1)}
+SINKS = CAUSAL | {"sinks": True, "window_size": (6, -1)}  # some rows have no key
+LESS, MORE = dict(rows=16, keys=80), dict(rows=80, keys=16)
 
 
-@pytest.mark.parametrize("sizes", [
-    dict(kv_heads=2), dict(kv_heads=1), dict(dim=24, value_dim=8), dict(rows=16, keys=80),
-    dict(rows=80, keys=16), dict(rows=4, keys=4), dict(rows=300, keys=300, heads=2, kv_heads=2),
-])  # fmt: skip
-def test_shapes(sizes):
-    run(2, body, CAUSAL | {"window_size": (200, -1)}, sizes, "zigzag")
+OF_DTYPES = [
+    (CASES["causal dropout"] | {"alibi": False}, {"dtype": dtype}, "zigzag")
+    for dtype in (F64, BF16, F16)
+]
 
 
-@EACH_LAYOUT
-def test_a_row_without_a_key_has_its_sink(layout):
-    """Also for queries that precede all keys of their own process."""
-    run(2, body, CAUSAL | {"sinks": True, "window_size": (6, -1)}, dict(rows=16, keys=80), layout)
-    run(2, body, CAUSAL | {"sinks": True, "window_size": (6, -1)}, dict(rows=80, keys=16), layout)
+@pytest.mark.parametrize("size, options, sizes, layout", [
+    *(pytest.param(4, *case, marks=pytest.mark.slow) for case in OF_DTYPES),
+    *((2, *case) for case in OF_DTYPES),
+    *((2, WINDOW, sizes, "zigzag") for sizes in (
+        dict(kv_heads=2), dict(kv_heads=1), dict(dim=24, value_dim=8), LESS, MORE,
+        dict(rows=4, keys=4), dict(rows=300, keys=300, heads=2, kv_heads=2),
+    )),
+    *((2, SINKS, sizes, layout) for sizes in (LESS, MORE) for layout in LAYOUTS),
+], ids=str)  # fmt: skip
+def test_dtypes_and_shapes(size, options, sizes, layout):
+    run(size, body, options, sizes, layout)
 
 
 @on_ranks(2)
@@ -317,21 +320,16 @@ ERRORS = [
     (dict(is_causal=1), TypeError, "is_causal must be True or False, got int"),
     (dict(softcap="high"), TypeError, "softcap must be a number, got str"),
     (dict(value=None), TypeError, "value must be a tensor, got NoneType"),
+    *((dict(sinks=wrong, dropout_p=0.1), RuntimeError, "sinks must have ")
+      for wrong in (torch.ones(3), torch.ones(4, dtype=F64))),
+    (dict(alibi_slopes=torch.ones(3), dropout_p=0.1), RuntimeError, "alibi_slopes must have "),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, tensor", [
-    ("sinks", torch.ones(3)), ("sinks", torch.ones(4, dtype=F64)), ("alibi_slopes", torch.ones(3)),
-])  # fmt: skip
-def test_terms_that_do_not_fit(name, tensor):
-    with pytest.raises(RuntimeError, match=f": {name} must have "):
-        ring_attention(*inputs()[0], dropout_p=0.1, **{name: tensor})
 
 
 @pytest.mark.parametrize("changes, error, message", ERRORS)
 def test_errors(changes, error, message):
     given = dict(zip(("query", "key", "value"), inputs()[0], strict=True)) | changes
-    with pytest.raises(error, match=re.escape(f"ring_attention: {message}")):
+    with pytest.raises(error, match=re.escape(f"attention: {message}")):
         ring_attention(**given)
 
 

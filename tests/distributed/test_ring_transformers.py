@@ -74,16 +74,16 @@ def in_one_process(name, dtype):
     return logits, torch.stack([sum(halves) / 2, loss]), gradients
 
 
-def on_a_ring(model, layout, group=None, prepare=None):
+def on_a_ring(model, layout):
     """The same, gathered and averaged, of a model whose attention is the ring's."""
-    split = functools.partial(shard_sequence, group=group, layout=layout)
+    split = functools.partial(shard_sequence, layout=layout)
     tokens, targets = (split(tensor, 1) for tensor in data())
     positions = split(torch.arange(LENGTH), 0)[None].expand(BATCH, -1)
     logits, loss, gradients = trained(model, tokens, targets, position_ids=positions)
     for tensor in (loss, *gradients):
-        dist.all_reduce(tensor, group=group)
-        tensor /= dist.get_world_size(group)
-    return gather_sequence(logits, 1, group, layout=layout), loss, gradients
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+    return gather_sequence(logits, 1, layout=layout), loss, gradients
 
 
 def body(name, layout, swapped):
