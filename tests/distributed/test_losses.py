@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -73,95 +73,82 @@ def given(options, dtype):
     }
 
 
-def of_whole(tensors, call, dtype, options, **more):
-    """By torch's operators: the formula."""
-    more.pop("inplace_backward", None)
-    tensors = [t.to(dtype, copy=True).requires_grad_() for t in tensors]
-    loss = call(*tensors, target_of(options), **given(options, dtype), **more)
-    return loss.detach(), *torch.autograd.grad(loss, tensors, upstream(loss).to(loss.dtype))
-
-
-def check_parts(tensors, placements, call, options, mesh, dtype=torch.float32, **more):
-    """`call(functions, *tensors, target, **options)` by the rule. Returns (gradients, bytes in
-    collectives)."""
-    ref = of_whole(tensors, partial(call, reference), torch.float64, options, **more)
-    base = of_whole(tensors, partial(call, reference), dtype, options, **more)
-    parts = [
-        spread(t.to(dtype), mesh, place).requires_grad_()
-        for t, place in zip(tensors, placements, strict=True)
-    ]
-    options = given(options, dtype)
-    with Bytes() as counted:
-        # Logits that may be overwritten are no leaves.
-        loss = call(functional, *(p * 1.0 for p in parts), target_of(options), **options, **more)
-        dloss = placed_as(loss, upstream(loss).to(loss.dtype))
-        found = torch.autograd.grad(loss, parts, dloss)
-    for mine, right, stock in zip((loss, *found), ref, base, strict=True):
-        assert mine.dtype is stock.dtype
-        numerics.assert_close(whole(mine), right, stock, case=f"{options} {more}")
-    return found, counted.sent
-
-
 def of_logits(functions, *arguments, **options):
     return functions.cross_entropy(*arguments, **options)
 
 
-def body_of_logits(names, reductions, dtype):
-    logits, mesh = drawn(ROWS, CLASSES, scale=3.0), mesh_of((2,))
-    for options in map(OPTIONS.get, names):
-        for reduction in reductions:
-            for inplace in (False, True):
-                more = {"reduction": reduction, "inplace_backward": inplace}
-                call = (of_logits, options, mesh, dtype)
-                (gradient,), sent = check_parts([logits], [[S1]], *call, **more)
-                assert gradient.placements == (S1,)
-                numbers = 4 if "label_smoothing" in options else 3
-                size = 8 if dtype is torch.float64 else 4
-                assert sent == {"all_reduce": numbers * ROWS * size}, (options, sent)
+def of_products(functions, x, w, b, target, **options):
+    if functions is reference:
+        return reference.cross_entropy(F.linear(x, w, b), target, **options)
+    return functional.linear_cross_entropy(x, w, target, linear_bias=b, **options)
 
 
-def test_options_of_a_loss():
-    run(2, body_of_logits, list(OPTIONS), ["mean", "none"], torch.float32)
-    run(2, body_of_logits, ["all"], ["mean"], torch.float64)
+def check_parts(
+    call, tensors, placements, mesh, options, *, target=None, dtype=torch.float32, **more
+):
+    """`call(functions, *tensors, target, **options)` by the rule, torch's operators being the
+    reference. Returns (gradients, bytes in collectives)."""
+    target = target_of(options) if target is None else target
+
+    def evaluated(functions, wide, leaves):
+        named = given(options, wide) | more
+        if functions is reference:
+            named.pop("inplace_backward", None)
+        # Logits that may be overwritten are no leaves.
+        loss = call(functions, *(leaf * 1.0 for leaf in leaves), target, **named)
+        dloss = placed_as(loss, upstream(loss).to(loss.dtype))
+        return loss.detach(), *torch.autograd.grad(loss, leaves, dloss)
+
+    runs = []
+    for wide in (torch.float64, dtype):
+        leaves = [t.to(wide, copy=True).requires_grad_() for t in tensors]
+        runs.append(evaluated(reference, wide, leaves))
+    pairs = zip(tensors, placements, strict=True)
+    parts = [spread(t.to(dtype), mesh, place).requires_grad_() for t, place in pairs]
+    with Bytes() as counted:
+        found = evaluated(functional, dtype, parts)
+    for mine, right, stock in zip(found, *runs, strict=True):
+        assert mine.dtype is stock.dtype
+        numerics.assert_close(whole(mine), right, stock, case=f"{options} {more}")
+    return found[1:], counted.sent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_losses_of_16_bits(dtype):
-    run(2, body_of_logits, ["plain", "all"], ["sum", "none"], dtype)
+def body(of, names, reductions, dtype):
+    """Of products: three chunks of rows; their gradient is a sum of all processes' parts."""
+    if of == "logits":
+        call, target, tensors = of_logits, None, [drawn(ROWS, CLASSES, scale=3.0)]
+        placed, expected = [[S1]], [(S1,)]
+        variants = [{"inplace_backward": inplace} for inplace in (False, True)]
+    else:
+        tensors = [drawn(600, 6), drawn(CLASSES, 6, seed=1), drawn(CLASSES, seed=2)]
+        target = torch.cat([TARGET, drawn(592, seed=3).abs().mul(2).long()])
+        call, placed, expected = of_products, [[R], [S0], [S0]], [(Partial(),), (S0,), (S0,)]
+        variants = [{}]
+    for name, reduction, more in itertools.product(names, reductions, variants):
+        found, sent = check_parts(
+            call, tensors, placed, mesh_of((2,)), OPTIONS[name],
+            target=target, dtype=dtype, reduction=reduction, **more,
+        )  # fmt: skip
+        assert [gradient.placements for gradient in found] == expected
+        numbers = 4 if "label_smoothing" in OPTIONS[name] else 3
+        size = 8 if dtype is torch.float64 else 4
+        assert sent == {"all_reduce": numbers * len(tensors[0]) * size}, (name, sent)
 
 
-def body_of_products(names, dtype):
-    hidden, weight, bias = drawn(600, 6), drawn(CLASSES, 6, seed=1), drawn(CLASSES, seed=2)
-    target = torch.cat([TARGET, drawn(592, seed=3).abs().mul(2).long()])
-    for name in names:
-        for reduction in ("mean", "none"):
-
-            def call(functions, h, w, b, _, reduction=reduction, **options):
-                if functions is reference:
-                    logits = F.linear(h, w, b)
-                    return reference.cross_entropy(logits, target, reduction=reduction, **options)
-                return functional.linear_cross_entropy(
-                    h, w, target, linear_bias=b, reduction=reduction, **options
-                )
-
-            tensors, places = [hidden, weight, bias], [[R], [S0], [S0]]
-            found, sent = check_parts(tensors, places, call, OPTIONS[name], mesh_of((2,)), dtype)
-            placements = [gradient.placements[0] for gradient in found]
-            assert placements == [Partial(), S0, S0]
-            numbers = 4 if "label_smoothing" in OPTIONS[name] else 3
-            assert sent == {"all_reduce": numbers * 600 * 4}, sent
+MEANS = ["mean", "none"]
+IN_16_BITS = [
+    pytest.param(*case, dtype, marks=pytest.mark.slow)
+    for dtype in (torch.bfloat16, torch.float16)
+    for case in (("logits", ["plain", "all"], ["sum", "none"]), ("products", ["plain"], MEANS))
+]
 
 
-def test_products_with_a_part_of_the_classes():
-    """In three chunks of rows; the gradient of the rows is a sum of all processes' parts."""
-    run(2, body_of_products, ["plain", "all"], torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_products_of_16_bits(dtype):
-    run(2, body_of_products, ["plain"], dtype)
+@pytest.mark.parametrize("of, names, reductions, dtype", [
+    ("logits", list(OPTIONS), MEANS, torch.float32), ("logits", ["all"], ["mean"], torch.float64),
+    ("products", ["plain", "all"], MEANS, torch.float32), *IN_16_BITS,
+])  # fmt: skip
+def test_options_of_a_loss(of, names, reductions, dtype):
+    run(2, body, of, names, reductions, dtype)
 
 
 @on_ranks(2)
@@ -179,20 +166,12 @@ def test_rows_that_lie_elsewhere():
     def of_rows(functions, *arguments, **options):
         return functions.linear_cross_entropy(*arguments, **options)
 
+    gathered = {"all_gather_into_tensor": moved // 2, "reduce_scatter_tensor": moved}
     for place, call, expected in (
         (R, of_parts, {"all_reduce": numbers + 2 * moved}),
-        (
-            S0,
-            of_rows,
-            {
-                "all_gather_into_tensor": moved // 2,
-                "all_reduce": numbers,
-                "reduce_scatter_tensor": moved,
-            },
-        ),
+        (S0, of_rows, gathered | {"all_reduce": numbers}),
     ):
-        given = ([hidden, weight], [[place], [S0]], call, {}, mesh_of((2,)))
-        _, sent = check_parts(*given)
+        _, sent = check_parts(call, [hidden, weight], [[place], [S0]], mesh_of((2,)), {})
         assert sent == expected
 
 
@@ -202,17 +181,13 @@ def test_four_processes():
     mesh, logits = mesh_of((2, 2)), drawn(ROWS, CLASSES, scale=3.0)
     for places in ([S0, S1], [S1, S0], [S1, S1], [R, S1]):
         for reduction in ("mean", "none"):
-            more = {"reduction": reduction}
-            call = (of_logits, OPTIONS["all"], mesh)
-            (gradient,), _ = check_parts([logits], [places], *call, **more)
+            (gradient,), _ = check_parts(
+                of_logits, [logits], [places], mesh, OPTIONS["all"], reduction=reduction
+            )
             assert list(gradient.placements) == places
     # Fewer classes than processes: one has none.
-    narrow = drawn(ROWS, 3, scale=3.0)
-
-    def of_three(functions, x, _, **options):
-        return functions.cross_entropy(x, TARGET.clamp(max=2), label_smoothing=0.3, **options)
-
-    check_parts([narrow], [[S1]], of_three, {}, mesh_of((4,)))
+    narrow, smoothed = [drawn(ROWS, 3, scale=3.0)], {"label_smoothing": 0.3}
+    check_parts(of_logits, narrow, [[S1]], mesh_of((4,)), smoothed, target=TARGET.clamp(max=2))
 
 
 @on_ranks(2)
@@ -337,29 +312,22 @@ def test_refusals():
     hidden, layer = spread(drawn(8, 6), mesh, [R]), spread(drawn(9, 6), mesh, [S0])
     blocks, bias = spread(drawn(4, 2, 9), mesh, [S0]), spread(drawn(9, 1), mesh, [S0])
     no_gradient = "weight must not require a gradient"
-    second = "input must be redistributed to whole classes for second derivatives"
-    refused = {
-        "target must lie between 0 and 8 or be ignore_index, -100, got 9": (
-            lambda: ce(x, TARGET + 1)
-        ),
-        r"weight must have shape \(9,\), got \(5,\)": lambda: ce(x, TARGET, torch.ones(5)),
-        "label_smoothing must": lambda: ce(x, TARGET, label_smoothing=1.5),
-        r"^cross_entropy: target must have shape \(8,\), got \(8, 1\)": (
-            lambda: ce(x, TARGET[:, None])
-        ),
-        r"^cross_entropy: input must have shape .*, got \(4, 2, 9\)": lambda: ce(
-            blocks, TARGET[:4]
-        ),
-        f"^cross_entropy: {no_gradient}": lambda: ce(x, TARGET, wanted),
-        f"^linear_cross_entropy: {no_gradient}": lambda: lce(hidden, layer, TARGET, weight=wanted),
-        r"input must have shape .*, got \(2, 4, 6\)": (
-            lambda: lce(hidden.unflatten(0, (2, 4)), layer, TARGET.view(2, 4))
-        ),
-        r"linear_bias must have shape \(9,\), got \(9, 1\)": (
-            lambda: lce(hidden, layer, TARGET, linear_bias=bias)
-        ),
-        second: lambda: torch.autograd.grad(ce(x, TARGET), x, create_graph=True),
-    }
-    for message, call in refused.items():
+    smoothing, tall = {"label_smoothing": 1.5}, TARGET[:, None]
+    refused = (  # what the error says, the function, its arguments
+        ("target must lie between 0 and 8 or be .*, -100, got 9", ce, (x, TARGET + 1), {}),
+        (r"weight must have shape \(9,\), got \(5,\)", ce, (x, TARGET, torch.ones(5)), {}),
+        ("label_smoothing must", ce, (x, TARGET), smoothing),
+        (r"^cross_entropy: target must have shape \(8,\), got \(8, 1\)", ce, (x, tall), {}),
+        (r"^cross_entropy: input must have shape .*\(4, 2, 9\)", ce, (blocks, TARGET[:4]), {}),
+        (f"^cross_entropy: {no_gradient}", ce, (x, TARGET, wanted), {}),
+        (f"^linear_cross_entropy: {no_gradient}", lce, (hidden, layer, TARGET), {"weight": wanted}),
+        (r"input must have shape .*, got \(2, 4, 6\)", lce,
+         (hidden.unflatten(0, (2, 4)), layer, TARGET.view(2, 4)), {}),
+        (r"linear_bias must have shape \(9,\), got \(9, 1\)", lce, (hidden, layer, TARGET),
+         {"linear_bias": bias}),
+    )  # fmt: skip
+    for message, function, arguments, options in refused:
         with pytest.raises(RuntimeError, match=message):
-            call()
+            function(*arguments, **options)
+    with pytest.raises(RuntimeError, match="redistributed to whole classes for second derivatives"):
+        torch.autograd.grad(ce(x, TARGET), x, create_graph=True)
