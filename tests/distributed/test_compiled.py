@@ -191,13 +191,10 @@ def body_of_operators(names):
         operators.body(name, compiled=True)
 
 
-BY_A_MASK = "attention with a block mask"  # which is made outside of a graph
-
-
 @pytest.mark.slow
 def test_operators_on_dtensors():
-    names = [name for name in operators.CASES if name != BY_A_MASK]
-    run(2, body_of_operators, names)
+    """Without the one whose mask is made outside of a graph."""
+    run(2, body_of_operators, [n for n in operators.CASES if n != "attention with a block mask"])
 
 
 @pytest.mark.slow
@@ -230,7 +227,7 @@ def test_a_loss_without_logits_of_other_numbers_of_rows():
     torch._dynamo.reset()
     loss = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=backend)
     weight = torch.randn(24, 16)
-    for rows, graphs in ((300, 1), (310, 2), (512, 2), (600, 3)):
+    for rows, graphs in ((100, 1), (110, 2), (256, 2), (300, 3)):
         x, target = torch.randn(rows, 16), torch.randint(0, 24, (rows,))
         results = []
         for dtype in (torch.float64, torch.float32):
@@ -262,18 +259,20 @@ def test_a_loss_of_classes_in_parts_with_dynamic_numbers():
         found.backward()
 
 
+@pytest.mark.parametrize(
+    "shape, placements",
+    [
+        ((2,), [[Shard(0)], [Replicate()]]),
+        # Replicas are of groups whose first process is not the first of all.
+        pytest.param((2, 2), [[Shard(0), Replicate()]], marks=pytest.mark.slow),
+    ],
+)
+def test_streams_of_dropout(shape, placements):
+    run(torch.Size(shape).numel(), body_of_streams, shape, placements)
+
+
 def body_of_streams(shape, placements):
     torch._dynamo.reset()
     drop = torch.compile(functional.dropout, fullgraph=True, backend="aot_eager")
     for places in placements:
         operators.check_streams(drop, mesh_of(shape), places)
-
-
-def test_streams_of_dropout():
-    run(2, body_of_streams, (2,), [[Shard(0)], [Replicate()]])
-
-
-@pytest.mark.slow
-def test_streams_of_dropout_on_a_mesh_of_two_dimensions():
-    """Replicas are of groups whose first process is not the first of all."""
-    run(4, body_of_streams, (2, 2), [[Shard(0), Replicate()]])

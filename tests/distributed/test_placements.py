@@ -29,7 +29,9 @@ def members(mesh, shapes=SHAPES):
     on meshes of two dimensions, with many pairs, with one."""
     found = [(shape, *pair) for pair in pairs(mesh.ndim) for shape in shapes]
     if mesh.ndim > 1:
-        found = found[:: 2 * len(shapes) + 1]
+        found = found[:: 6 * len(shapes) - 1]
+        for here in range(2):  # each pair of one dimension, beside some of the other
+            assert len({(p[here], g[here]) for _, p, g in found}) == len(pairs(1))
     return [(number, *one) for number, one in enumerate(found)]
 
 
