@@ -1,4 +1,4 @@
-"""flash_attn's names against their documented meaning, written down in plain torch."""
+"""flash_attn's names against their documented meaning, by the reference in plain torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from onepass import functional, numerics
 from onepass.integrations import flash_attn
+from onepass.reference.attention import attention as formula
+from tests.support.dtypes import BF16, F16, F32, F64
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPTIONS = {
     "plain": {}, "causal": dict(causal=True), "window": dict(window_size=(5, 3)),
     "causal window": dict(causal=True, window_size=(9, -1)),
@@ -23,38 +24,17 @@ OPTIONS = {
 
 
 def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    softmax_scale: float | None = None,
+    q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, packed=(None, None), **options
 ) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp) of (batch, seq, heads, dim); a row without keys has output 0."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    score = q @ k.transpose(-1, -2) * scale
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    distance = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    distance = distance - torch.arange(k.shape[2])
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(q.dtype)
-        slopes = slopes[:, :, None, None] if slopes.dim() == 2 else slopes[:, None, None]
-        score = score - slopes * distance.abs().to(q.dtype)
-    left, right = window_size[0], 0 if causal else window_size[1]
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left >= 0:
-        seen &= distance <= left
-    if right >= 0:
-        seen &= -distance <= right
-    score = score.masked_fill(~seen, -math.inf)
-    weights = torch.softmax(score, -1).masked_fill(~seen, 0.0)
-    wide = torch.float32 if q.dtype in (BF16, F16) else q.dtype
-    return (weights @ v).transpose(1, 2), torch.logsumexp(score.to(wide), -1)
+    """(output, log-sum-exp) by the reference; `packed`: where sequences begin."""
+    left, right = window_size
+    if packed[0] is None:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    output, lse = formula(
+        q, k, v, window_left=left, window_right=0 if causal else right, scale=softmax_scale,
+        bottom_right=True, cu_seq_q=packed[0], cu_seq_k=packed[1], **options,
+    )  # fmt: skip
+    return output if packed[0] is not None else output.transpose(1, 2), lse
 
 
 def drawn(dtype: torch.dtype, *shapes: tuple[int, ...], draw: int = 0) -> list[Tensor]:
@@ -142,25 +122,19 @@ def bounds(lengths) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "alibi of batches"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_sequences_one_behind_the_other(name):
-    options = OPTIONS[name]
-    cu_q, cu_k = bounds(LENGTHS_Q), bounds(LENGTHS_K)
+    packed, options = (bounds(LENGTHS_Q), bounds(LENGTHS_K)), dict(OPTIONS[name])
+    if name == "alibi of batches":
+        options["alibi_slopes"] = torch.arange(16.0).reshape(4, 4) / 16
 
     def function(q, k, v):
         return flash_attn.flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, 20, 30, return_attn_probs=True, **options
+            q, k, v, *packed, 20, 30, return_attn_probs=True, **options
         )[:2]
 
     def stock(q, k, v):
-        outputs, lses = [], []
-        for (q0, q1), (k0, k1) in zip(
-            itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True
-        ):
-            output, lse = definition(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], **options)
-            outputs.append(output[0])
-            lses.append(lse[0])
-        return torch.cat(outputs), torch.cat(lses, 1)
+        return definition(q, k, v, packed=packed, **options)
 
     check(function, stock, (28, 4, 16), (58, 2, 16), (58, 2, 16), (28, 4, 16))
 
