@@ -6,12 +6,12 @@ import ast
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support import fresh
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate.py"
 
@@ -33,9 +33,8 @@ def texts(output: str) -> list[list[str]]:
 
 
 def test_as_a_command():
-    command = [sys.executable, SCRIPT, "--quick", "--threads", "1"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    run = fresh.run(code, "--quick", "--threads", "1", "--seconds", "0", check=True)
     stock, ours = texts(run.stdout)
     assert stock == ours and [len(text) for text in stock] == [16] * 4
     assert "Same: 4 x 16 bytes" in run.stdout
@@ -50,8 +49,11 @@ def test_as_a_command():
 
 
 def test_a_prompt_of_ones_own(generate, capsys, tmp_path):
-    flags = ["--quick", "--prompt", "def f():\n", "--tokens", "2", "--batch", "2"]
+    flags = ["--quick", "--seconds", "0", "--prompt", "def f():\n", "--tokens", "2", "--batch", "2"]
     assert generate.main([*flags, "--json", str(tmp_path / "found.json")]) == 0
+    output = capsys.readouterr().out
+    assert "after   'def f():\\n'\n" in output
+    assert "Same: 2 x 2 bytes" in output and len(texts(output)[0]) == 1
     found = json.loads((tmp_path / "found.json").read_text())
     decode = found["models"]["large"]["decode"]
     assert decode["rows"] == 1 and decode["stock_ms"] > 0 and decode["onepass_ms"] > 0
@@ -67,10 +69,6 @@ def test_a_prompt_of_ones_own(generate, capsys, tmp_path):
     assert found["options"]["dtype"] == "float32" and found["machine"]["threads"] == 1
     assert generate.main([*flags, "--json", str(tmp_path)]) == 2
     assert "generate: --json cannot be written" in capsys.readouterr().err
-    assert generate.main(flags) == 0
-    output = capsys.readouterr().out
-    assert "after   'def f():\\n'\n" in output
-    assert "Same: 2 x 2 bytes" in output and len(texts(output)[0]) == 1
 
 
 def test_different_texts_fail(generate, capsys, monkeypatch):
@@ -78,7 +76,7 @@ def test_different_texts_fail(generate, capsys, monkeypatch):
         return 100 * torch.randn_like(query)
 
     monkeypatch.setitem(generate.WAYS, "onepass", lambda model: (model, noise))
-    assert generate.main(["--quick"]) == 1
+    assert generate.main(["--quick", "--seconds", "0"]) == 1
     output = capsys.readouterr().out
     stock, ours = texts(output)
     assert stock != ours
@@ -88,7 +86,7 @@ def test_different_texts_fail(generate, capsys, monkeypatch):
 
 def test_bfloat16(generate, capsys, monkeypatch):
     """Logits are compared, not bytes: rounding may change a byte."""
-    flags = ["--quick", "--dtype", "bfloat16", "--seconds", "0.2"]
+    flags = ["--quick", "--dtype", "bfloat16", "--seconds", "0"]
     assert generate.main(flags) == 0
     output = capsys.readouterr().out
     assert "Same: the logits of 4 x 16 bytes of either GPT, as far as bfloat16 goes" in output

@@ -41,9 +41,25 @@ def test_every_module_is_here():
 
 
 def test_onepass_imports_none_of_them():
+    """Nor does a swap of torch's own modules, where they are installed."""
     modules = ", ".join(f"onepass.integrations.{n}" for n in (*NEEDS_NONE, "lightning", "timm"))
-    code = WITHOUT.format(packages=PACKAGES) + f"import onepass, {modules}\n"
-    fresh.run(f"{code}assert not set(sys.modules) & set({PACKAGES})", check=True)
+    none = f"assert not set(sys.modules) & {{*{PACKAGES}, "
+    code = (
+        "import sys, torch, onepass\n"
+        "model = torch.nn.TransformerEncoderLayer(8, 2)\n"
+        "onepass.swap(model).verify(torch.randn(3, 2, 8))\n"
+        f"{none}'onepass.integrations'}}\n"
+    )
+    code += WITHOUT.format(packages=PACKAGES) + f"import {modules}\n{none}}}"
+    fresh.run(code, check=True)
+
+
+def test_an_old_transformers_is_named():
+    result = fresh.run(
+        "import sys, types; old = sys.modules['transformers'] = types.ModuleType('transformers')\n"
+        "old.__version__ = '4.40'; import onepass.integrations.transformers"
+    )
+    assert "must have AttentionMaskInterface, got version 4.40" in result.stderr
 
 
 @pytest.mark.parametrize("name", USES)

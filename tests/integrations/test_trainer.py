@@ -221,12 +221,6 @@ def test_the_log_is_seen_unless_logging_is_configured_otherwise(configured, line
     assert done.stderr.splitlines() == [line] * bool(line)
 
 
-def test_swapping_a_model_does_not_import_the_trainer():
-    code = "import sys, onepass.integrations.transformers as ours; ours.attach"
-    done = fresh.run(f"{code}; assert 'transformers.trainer_callback' not in sys.modules")
-    assert done.returncode == 0, done.stderr
-
-
 def test_nothing_swapped_is_a_warning(tmp_path, caplog):
     callback = SwapCallback(exclude="*")
     trainer_of(build("llama"), arguments(tmp_path, max_steps=1), callback=callback).train()

@@ -26,7 +26,6 @@ from tests.integrations.transformers_cases import (
     run,
     transformers,
 )
-from tests.support import fresh
 
 
 class Wrapper(nn.Module):
@@ -376,25 +375,3 @@ def test_explain_shows_our_kernels():
     ours = onepass.explain(model, inputs("llama"))
     (call,) = (call for call in ours.calls if call["op"] == "attention")
     assert call["count"] == 2 and not ours.not_accelerated
-
-
-# ---------------------------------------------------------------- imports
-
-
-def test_onepass_and_swap_import_nothing_of_transformers():
-    code = (
-        "import sys, torch, onepass\n"
-        "model = torch.nn.TransformerEncoderLayer(8, 2)\n"
-        "onepass.swap(model).verify(torch.randn(3, 2, 8))\n"
-        "assert not [name for name in sys.modules if name.startswith('transformers')]\n"
-        "assert not [name for name in sys.modules if name.startswith('onepass.integrations')]\n"
-    )
-    fresh.run(code, check=True)
-
-
-def test_an_old_transformers_is_named():
-    result = fresh.run(
-        "import sys, types; old = sys.modules['transformers'] = types.ModuleType('transformers')\n"
-        "old.__version__ = '4.40'; import onepass.integrations.transformers"
-    )
-    assert "must have AttentionMaskInterface, got version 4.40" in result.stderr

@@ -130,13 +130,14 @@ def test_a_pickled_model_loads_in_another_process(tmp_path):
     integration.attach(model, lazy_logits=True)
     torch.save((model, batch, model(**batch).loss.item()), tmp_path / "model.pt")
     code = f"""
-import torch
+import sys, torch
 model, batch, loss = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
 assert abs(model(**batch).loss.item() - loss) < 1e-4
 import onepass.integrations.transformers as integration
 assert integration.detach(model)[0] == ""
 assert type(model).__mro__[0].__module__.startswith("transformers.models.llama")
 assert not hasattr(model, "_onepass_original")
+assert "transformers.trainer_callback" not in sys.modules  # it takes a second
 """
     fresh.run(code, check=True)
 
