@@ -34,7 +34,7 @@ def texts(output: str) -> list[list[str]]:
 
 def test_as_a_command():
     code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    run = fresh.run(code, "--quick", "--threads", "1", "--seconds", "0", check=True)
+    run = fresh.run(code, "--quick", "--threads", "1", check=True)
     stock, ours = texts(run.stdout)
     assert stock == ours and [len(text) for text in stock] == [16] * 4
     assert "Same: 4 x 16 bytes" in run.stdout
