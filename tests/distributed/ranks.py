@@ -23,9 +23,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from tests.support import costs
 
@@ -81,6 +83,13 @@ def on_ranks(size: int) -> Callable:
         return test
 
     return decorate
+
+
+def as_of_torchrun():
+    """A patch of the environment, in which packages look for the process group of a rank."""
+    rank, size = (str(call()) for call in (dist.get_rank, dist.get_world_size))
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="localhost")
+    return mock.patch.dict(os.environ, names | {"MASTER_PORT": "1", "OMP_NUM_THREADS": "1"})
 
 
 class _Group:

@@ -3,9 +3,6 @@ optimizer's parameters."""
 
 from __future__ import annotations
 
-import os
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
@@ -50,11 +47,7 @@ def prepared(sharded: bool) -> tuple[str, dict[str, torch.Tensor], dict[str, tor
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
 
-    rank = str(torch.distributed.get_rank())
-    size = str(torch.distributed.get_world_size())
-    # Accelerate asks the environment that torchrun makes.
-    where = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="localhost")
-    with mock.patch.dict(os.environ, {**where, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}):
+    with ranks.as_of_torchrun():
         AcceleratorState._reset_state(True)
         made = accelerate.Accelerator(cpu=True)
         try:

@@ -74,36 +74,29 @@ def made(size, key, seed=6):
     return model, onepass.optim.AdamW(model.parameters(), **SETTINGS, **OPTIONS[key])
 
 
-def saved(size, folder, keys):
-    """The state saved after two steps, and the state of the same run after four."""
+def trained(size, folder, keys, loads):
+    """The state that was saved after two steps, or is loaded, and that after two more."""
     results = {}
     for key in keys:
-        model, optimizer = made(size, key)
-        advance(model, optimizer, range(2))
-        dcp.save(parts_of(model, optimizer), checkpoint_id=str(Path(folder) / key))
+        model, optimizer = made(size, key, seed=6 + loads)
+        place = str(Path(folder) / key)
+        if loads:
+            parts = parts_of(model, optimizer)
+            dcp.load(parts, checkpoint_id=place)
+            helpers.set_model_state_dict(model, parts["model"])
+            helpers.set_optimizer_state_dict(model, optimizer, parts["optimizer"])
+        else:
+            advance(model, optimizer, range(2))
+            dcp.save(parts_of(model, optimizer), checkpoint_id=place)
         before = contents(model, optimizer)
         advance(model, optimizer, range(2, 4))
         results[key] = before, contents(model, optimizer)
     return results
 
 
-def loaded(size, folder, keys):
-    """The loaded state, and the state after two more steps."""
-    results = {}
-    for key in keys:
-        model, optimizer = made(size, key, seed=7)
-        parts = parts_of(model, optimizer)
-        dcp.load(parts, checkpoint_id=str(Path(folder) / key))
-        helpers.set_model_state_dict(model, parts["model"])
-        helpers.set_optimizer_state_dict(model, optimizer, parts["optimizer"])
-        before = contents(model, optimizer)
-        advance(model, optimizer, range(2, 4))
-        results[key] = before, contents(model, optimizer)
-    return results
-
-
-def on(size, body, *args):
-    return run(size, body, size, *args)[0] if size > 1 else body(1, *args)
+def on(size, folder, keys, loads):
+    given = size, str(folder), list(keys), loads
+    return run(size, trained, *given)[0] if size > 1 else trained(*given)
 
 
 SIZES = [(2, 1), (2, 4), (1, 2), (2, 2), (4, 2), (4, 1)]
@@ -126,8 +119,7 @@ def part_of(master, state_dtype, sizes) -> int:
 def test_a_checkpoint_of_some_processes_is_loaded_by_others(sizes, part, tmp_path):
     first, second = sizes
     chosen = {key: of for key, of in OPTIONS.items() if part_of(**of, sizes=sizes) == part}
-    written = on(first, saved, str(tmp_path), list(chosen))
-    read = on(second, loaded, str(tmp_path), list(chosen))
+    written, read = on(first, tmp_path, chosen, False), on(second, tmp_path, chosen, True)
     for key, options in chosen.items():
         (given, end), (found, other_end) = written[key], read[key]
         assert found.keys() == given.keys(), key
@@ -170,10 +162,10 @@ def test_a_gathered_state_continues_bitwise(key):
 def test_masters_of_either_form_load_the_others(tmp_path):
     """The keys are the same, so that torch.distributed.checkpoint finds them."""
     pair = ["fp32, None", "remainder16, None"]
-    written = on(2, saved, str(tmp_path), pair)
+    written = on(2, tmp_path, pair, False)
     (tmp_path / pair[0]).rename(tmp_path / "moved")
     (tmp_path / pair[1]).rename(tmp_path / pair[0])
     (tmp_path / "moved").rename(tmp_path / pair[1])
-    read = on(2, loaded, str(tmp_path), pair)
+    read = on(2, tmp_path, pair, True)
     for key in pair:
         assert_same(read[key][1], written[key][1], key)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from unittest import mock
 
 import pytest
 import torch
@@ -21,17 +19,13 @@ def trained(folder: str) -> tuple[str, list[str], list[float], dict[str, torch.T
     from onepass.integrations.transformers import SwapCallback, trainer_optimizer
     from tests.integrations.test_trainer import arguments, build, kinds, trainer_of
 
-    rank = str(torch.distributed.get_rank())
-    size = str(torch.distributed.get_world_size())
-    where = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="localhost")
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("onepass.swap")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    # The Trainer asks the environment that torchrun makes.
-    with mock.patch.dict(os.environ, {**where, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}):
+    with ranks.as_of_torchrun():
         model = build("llama")
         before = kinds(model)
         args = arguments(folder, ddp_backend="gloo", max_steps=3, per_device_train_batch_size=2)

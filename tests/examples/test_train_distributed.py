@@ -61,23 +61,19 @@ def check(losses, steps):
     numerics.assert_close(torch.tensor([losses] * 2), reference, base, case="losses")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_goes_on_with_one_process(way, size, tmp_path):
-    folder = ("--checkpoint", str(tmp_path))
-    first = run(size, trained, *folder, "--parallel", way, "--steps", "6")
-    assert all(of == first[0] for of in first)  # every process reports the mean
-    losses, step = run(1, trained, *folder, "--steps", "16")[0]
-    assert step == 6
-    check(first[0][0] + losses, 16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_of_one_process_goes_on_with_several(way, tmp_path):
-    folder = ("--checkpoint", str(tmp_path))
-    first = run(1, trained, *folder, "--steps", "6")[0][0]
-    losses, step = run(2, trained, *folder, "--parallel", way, "--steps", "16")[0]
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 2)))], ids=str
+)
+def test_a_run_goes_on_with_other_processes(way, sizes, tmp_path):
+    runs = []
+    for size, steps in zip(sizes, ("6", "16"), strict=True):
+        flags = ["--checkpoint", str(tmp_path), "--steps", steps]
+        flags += ["--parallel", way] if size > 1 else []
+        found = run(size, trained, *flags)
+        assert all(of == found[0] for of in found)  # every process reports the mean
+        runs.append(found[0])
+    (first, _), (losses, step) = runs
     assert step == 6
     check(first + losses, 16)
 

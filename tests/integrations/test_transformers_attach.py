@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import sys
 
 import pytest
@@ -69,19 +68,6 @@ def test_from_pretrained_takes_the_name(tmp_path):
     (entry, _) = integration.attach(model).attached
     assert entry["before"] == "sdpa"  # transformers' default: it never was another
     assert integration.detach(model) and set(implementations(model)) == {"sdpa"}
-
-
-def test_copies_are_attached_and_detach_by_themselves():
-    model = build("gpt_oss")
-    expected = model(IDS).logits
-    integration.attach(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        logits, ops = run(twin, IDS)
-        assert len(ops) == 2
-        assert torch.equal(logits.logits, model(IDS).logits)
-        assert integration.detach(twin) and set(implementations(twin)) == {"eager"}
-        assert set(implementations(model)) == {"onepass"}
-        assert torch.equal(twin(IDS).logits, expected)
 
 
 def test_lora():
@@ -183,13 +169,10 @@ def test_the_report_prints(monkeypatch):
     report = integration.attach(build("llama"))
     lines = str(report).splitlines()
     assert lines[0] == "onepass: attached 2, 0 skipped"
-    assert lines[2].split() == ["attached", "name", "count", "kind", "type", "before", "to"]
-    assert lines[3].split() == [
-        "model.layers.*.self_attn", "2", "attention", "LlamaAttention", "sdpa", "onepass",
-    ]  # fmt: skip
-    assert repr(report) == str(report) and "LlamaAttention" in report._repr_html_()
+    row = "model.layers.*.self_attn 2 attention LlamaAttention sdpa onepass"
+    assert lines[3].split() == row.split()
+    assert repr(report) == str(copy.deepcopy(report)) and row.split()[3] in report._repr_html_()
     assert json.loads(json.dumps(report.to_dict()))["skipped"] == []
-    assert str(copy.deepcopy(report)) == str(report)
 
 
 @pytest.mark.parametrize("call", [integration.attach, integration.detach])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 
 import pytest
@@ -104,8 +103,6 @@ def test_generation_and_checkpoints_are_the_same(name, lazy, tmp_path):
         m.save_pretrained(tmp_path / folder)
     names = sorted(path.name for path in (tmp_path / "stock").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "ours").iterdir())
-    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("ours", "stock")]
-    assert configs[0] == configs[1]
     loaded = type(stock).from_pretrained(tmp_path / "ours")
     assert type(loaded) is type(stock) and models.is_attached(model)
     for key, value in loaded.state_dict().items():
@@ -116,13 +113,16 @@ def test_generation_and_checkpoints_are_the_same(name, lazy, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_are_attached_and_detach_by_themselves(name, lazy):
     model, stock, batch = make(name), make(name), labelled()
+    for m in (model, stock):
+        m.set_attn_implementation("eager")  # not what transformers would choose
     integration.attach(model, lazy_logits=lazy)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin) is type(model) and waits(twin(**batch).logits) is lazy
-        assert torch.equal(twin(**batch).loss, model(**batch).loss)
+        assert models.is_attached(twin) and torch.equal(twin(**batch).loss, model(**batch).loss)
         assert integration.detach(twin)[0] == "" and type(twin) is type(stock)
+        assert twin.config._attn_implementation == "eager"
         assert torch.equal(twin(**batch).loss, stock(**batch).loss)
-        assert type(model) is not type(stock)
+        assert type(model) is not type(stock) and models.is_attached(model)
 
 
 def test_a_pickled_model_loads_in_another_process(tmp_path):

@@ -196,7 +196,6 @@ def test_gated_blocks(name, dtype):
 def test_linear_layers(dtype, monkeypatch):
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: slow)
-    products.as_fast.cache_clear() if hasattr(products.as_fast, "cache_clear") else None
     layer = nn.Linear(24, 16, dtype=dtype)
     forward = MethodType(kernels.Linear.forward, layer)
     x = torch.randn(50, 24, dtype=dtype)
