@@ -212,29 +212,6 @@ def test_sgd_steps_partial_parameters():
     numerics.assert_close(results[0], exact, results[1])
 
 
-@on_ranks(2)
-def test_closures_give_gradients_in_any_placement():
-    mesh = mesh_of((2,))
-    results = []
-    for closed in (True, False):
-        params = parameters(mesh, PLACES)
-        optimizer = onepass.optim.SGD(params, **FLAGS["SGD"])
-
-        def closure(params=params):
-            for n, p in enumerate(params):
-                p.grad = spread(drawn((5, 4), n), mesh, [Partial()])
-            return 3.5
-
-        for _ in range(2):
-            if closed:
-                assert optimizer.step(closure) == 3.5
-            else:
-                closure()
-                optimizer.step()
-        results.append([whole(p) for p in params])
-    assert all(same(one, two) for one, two in zip(*results, strict=True))
-
-
 def body_of_noise():
     """Replicas round alike where other dimensions of the mesh are sharded; shards do not."""
     mesh = mesh_of((2, 2))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -30,12 +30,16 @@ CLASSES = torch.linspace(0.5, 2.0, 8)
 
 @dataclass
 class Case:
-    """A call, and placements of its tensors of which each makes one member."""
+    """A call, and placements of its tensors of which each makes one member; a placement alone is
+    that of all tensors."""
 
     shapes: dict[str, tuple[int, ...]]
     call: Callable
-    places: Sequence[dict]
+    places: Sequence[dict | Placement]
     collectives: dict[str, int] = field(default_factory=dict)  # others are not allowed
+
+    def __post_init__(self):
+        self.places = [p if isinstance(p, dict) else every(p, *self.shapes) for p in self.places]
 
 
 def attention(**options):
@@ -62,8 +66,7 @@ def angles(x, tokens):
 
 
 def rotated(q, k, **tensors):
-    table = angles(q, q.shape[2])
-    norms = {} if not tensors else {**tensors, "eps": 1e-6}
+    table, norms = angles(q, q.shape[2]), tensors | ({"eps": 1e-6} if tensors else {})
     return functional.rotary_embedding(q, k, table.cos(), table.sin(), rotary_dim=4, **norms)
 
 
@@ -71,221 +74,136 @@ def every(place, *names):
     return dict.fromkeys(names, place)
 
 
-X = {"x": (4, 6, 8)}
-ROW = {"w": (8,), "b": (8,)}
+X, TWO, ROW = {"x": (4, 6, 8)}, {"x": (4, 6, 8), "y": (4, 6, 8)}, {"w": (8,), "b": (8,)}
+OF_TWO = [every(S0, "x", "y"), every(S1, "x", "y")]
+LINEAR = X | {"w": (10, 8), "b": (10,)}
+QK = {"q": (2, 4, 6, 8), "k": (2, 2, 6, 8)}
 QKV = {"q": (2, 4, 6, 8), "k": (2, 4, 8, 8), "v": (2, 4, 8, 8)}
-GROUPED = {**QKV, "k": (2, 2, 8, 8), "v": (2, 2, 8, 8)}
-BY_HEADS_OR_BATCH = [every(S0, *QKV), every(S1, *QKV)]
+LOGITS, PRODUCT = {"x": (8, 8)}, {"x": (8, 6), "w": (8, 6), "b": (8,)}
+ONCE, TWICE = {"all_reduce": 1}, {"all_reduce": 2}
+
+
+def of_products(x, w, b):
+    return functional.linear_cross_entropy(x, w, TARGET, linear_bias=b, softcap=4.0)
+
 
 CASES = {
+    # norms
     "layer_norm": Case(
-        X | ROW,
-        lambda x, w, b: functional.layer_norm(x, 8, w, b),
-        [{"x": S0}, {"x": S1}, {}],
-    ),
+        X | ROW, lambda x, w, b: functional.layer_norm(x, 8, w, b), [{"x": S0}, {"x": S1}, {}]),
     "rms_norm of shards of unequal sizes": Case(
         {"x": (5, 3, 8), "w": (8,)},
-        lambda x, w: functional.rms_norm(x, 8, w, 1e-6, weight_offset=1.0),
-        [{"x": S0}, {"x": S1}],
-    ),
+        lambda x, w: functional.rms_norm(x, 8, w, 1e-6, weight_offset=1.0), [{"x": S0}, {"x": S1}]),
     "a norm of one row, which one process has": Case(
-        {"x": (1, 8), "y": (1, 8)},
-        lambda x, y: functional.add_layer_norm(x, y, 8),
-        [{}],
-    ),
+        {"x": (1, 8), "y": (1, 8)}, lambda x, y: functional.add_layer_norm(x, y, 8), [{}]),
     "add_layer_norm": Case(
-        X | {"y": (4, 6, 8)} | ROW,
-        lambda x, y, w, b: functional.add_layer_norm(x, y, 8, w, b),
-        [every(S0, "x", "y"), every(S1, "x", "y")],
-    ),
+        TWO | ROW, lambda x, y, w, b: functional.add_layer_norm(x, y, 8, w, b), OF_TWO),
     "add_rms_norm of a scaled branch": Case(
-        X | {"y": (4, 6, 8)} | ROW,
-        lambda x, y, w, b: functional.add_rms_norm(
-            x, y, 8, w, 1e-6, column_scale=b, row_scale=ROW_SCALE.to(x.dtype)
-        ),
-        [every(S0, "x", "y"), every(S1, "x", "y")],
-    ),
+        TWO | ROW, lambda x, y, w, b: functional.add_rms_norm(
+            x, y, 8, w, 1e-6, column_scale=b, row_scale=ROW_SCALE.to(x.dtype)), OF_TWO),
     "add_rms_norm without a residual": Case(
-        X | ROW,
-        lambda x, w, b: functional.add_rms_norm(x, None, 8, w, 1e-6, column_scale=b),
-        [{"x": S0}, {"x": S1}],
-    ),
+        X | ROW, lambda x, w, b: functional.add_rms_norm(x, None, 8, w, 1e-6, column_scale=b),
+        [{"x": S0}, {"x": S1}]),
     "modulated_layer_norm": Case(
         X | {"scale": (4, 8), "shift": (4, 8)},
         lambda x, scale, shift: functional.modulated_layer_norm(x, 8, scale, shift),
-        [every(S0, "x", "scale", "shift"), {"x": S1}],
-    ),
+        [S0, {"x": S1}]),
     "modulated_rms_norm of a gated sum": Case(
-        X | {"y": (4, 6, 8), "scale": (4, 1, 8), "gate": (4, 1, 8)},
+        TWO | {"scale": (4, 1, 8), "gate": (4, 1, 8)},
         lambda x, y, scale, gate: functional.modulated_rms_norm(
-            x, 8, scale, residual=y, gate=gate, eps=1e-6
-        ),
-        [every(S0, "x", "y", "scale", "gate"), every(S1, "x", "y")],
-    ),
+            x, 8, scale, residual=y, gate=gate, eps=1e-6), [S0, OF_TWO[1]]),
     "modulated_layer_norm by rows": Case(
-        X | {"scale": (4, 6, 8)},
-        lambda x, scale: functional.modulated_layer_norm(x, 8, scale),
-        [every(S0, "x", "scale"), every(S1, "x", "scale")],
-    ),
-    "causal_conv1d": Case(
-        {"x": (4, 6, 8), "w": (6, 4), "b": (6,), "state": (4, 6, 3)},
-        lambda x, w, b, state: functional.causal_conv1d(
-            x, w, b, activation="silu", initial_state=state
-        ),
-        [every(S0, "x", "state"), {"x": S1, "w": S0, "b": S0, "state": S1}],
-    ),
-    "causal_conv1d of packed sequences": Case(
-        {"x": (1, 6, 8), "w": (6, 4)},
-        lambda x, w: functional.causal_conv1d(x, w, cu_seqlens=BEGINS),
-        [{"x": S1, "w": S0}],
-    ),
+        X | {"scale": (4, 6, 8)}, lambda x, scale: functional.modulated_layer_norm(x, 8, scale),
+        [S0, S1]),
     "group_norm": Case(
         {"x": (4, 8, 3, 3)} | ROW,
         lambda x, w, b: functional.group_norm(x, 4, w, b, activation="silu"),
-        [{"x": S0}, {"x": S1, "w": S0, "b": S0}],
-    ),
+        [{"x": S0}, {"x": S1, "w": S0, "b": S0}]),
+    # layers
+    "causal_conv1d": Case(
+        {"x": (4, 6, 8), "w": (6, 4), "b": (6,), "state": (4, 6, 3)},
+        lambda x, w, b, state: functional.causal_conv1d(
+            x, w, b, activation="silu", initial_state=state),
+        [every(S0, "x", "state"), {"x": S1, "w": S0, "b": S0, "state": S1}]),
+    "causal_conv1d of packed sequences": Case(
+        {"x": (1, 6, 8), "w": (6, 4)},
+        lambda x, w: functional.causal_conv1d(x, w, cu_seqlens=BEGINS), [{"x": S1, "w": S0}]),
     "add_dropout that drops nothing": Case(
-        X | {"y": (4, 6, 8)},
-        lambda x, y: functional.add_dropout(x, y, 0.0),
-        [every(place, "x", "y") for place in (S0, S1, S2)],
-    ),
+        TWO, lambda x, y: functional.add_dropout(x, y, 0.0), [S0, S1, S2]),
     "add_dropout of a scaled branch": Case(
-        X | {"y": (4, 6, 8), "w": (8,)},
-        lambda x, y, w: functional.add_dropout(x, y, 0.0, column_scale=w),
-        [every(S0, "x", "y"), {"x": S2, "y": S2, "w": S0}],
-    ),
-    "silu_mul": Case(
-        X | {"y": (4, 6, 8)},
-        lambda x, y: functional.silu_mul(x, y),
-        [every(place, "x", "y") for place in (S0, S1, S2)],
-    ),
-    "gelu_mul of both halves in one": Case(
-        X, lambda x: functional.gelu_mul(x), [{"x": S0}, {"x": S1}]
-    ),
+        TWO | {"w": (8,)}, lambda x, y, w: functional.add_dropout(x, y, 0.0, column_scale=w),
+        [OF_TWO[0], {"x": S2, "y": S2, "w": S0}]),
+    "silu_mul": Case(TWO, lambda x, y: functional.silu_mul(x, y), [S0, S1, S2]),
+    "gelu_mul of both halves in one": Case(X, lambda x: functional.gelu_mul(x), [S0, S1]),
     "linear": Case(
-        X | {"w": (10, 8), "b": (10,)},
-        lambda x, w, b: functional.linear(x, w, b),
-        [{"x": S0}, {"x": S1}, {"w": S0, "b": S0}, {"x": S2, "w": S1}],
-    ),
+        LINEAR, lambda x, w, b: functional.linear(x, w, b),
+        [{"x": S0}, {"x": S1}, {"w": S0, "b": S0}, {"x": S2, "w": S1}]),
     "linear without a bias": Case(
-        X | {"w": (10, 8)},
-        lambda x, w: functional.linear(x, w),
-        [{"x": S0}, {"w": S0}, {"x": S2, "w": S1}],
-    ),
+        X | {"w": (10, 8)}, lambda x, w: functional.linear(x, w),
+        [{"x": S0}, {"w": S0}, {"x": S2, "w": S1}]),
     "linear with its epilogue": Case(
-        X | {"w": (10, 8), "b": (10,), "y": (4, 6, 10)},
+        LINEAR | {"y": (4, 6, 10)},
         lambda x, w, b, y: functional.linear(x, w, b, activation="gelu", residual=y),
-        [every(S0, "x", "y"), every(S1, "x", "y"), {"w": S0, "b": S0, "y": S2}],
-    ),
-    "rotary_embedding": Case(
-        {"q": (2, 4, 6, 8), "k": (2, 2, 6, 8)},
-        rotated,
-        [every(place, "q", "k") for place in (S0, S1, S2)],
-    ),
+        [*OF_TWO, {"w": S0, "b": S0, "y": S2}]),
+    "rotary_embedding": Case(QK, rotated, [S0, S1, S2]),
     "rotary_embedding after norms": Case(
-        {"q": (2, 4, 6, 8), "k": (2, 2, 6, 8), "query_weight": (8,), "key_weight": (8,)},
-        rotated,
-        [every(place, "q", "k") for place in (S0, S1, S2)],
-    ),
+        QK | {"query_weight": (8,), "key_weight": (8,)}, rotated,
+        [every(place, "q", "k") for place in (S0, S1, S2)]),
     "rotary_embedding by positions": Case(
-        {"q": (2, 4, 6, 8), "k": (2, 4, 6, 8)},
+        QK | {"k": (2, 4, 6, 8)},
         lambda q, k: functional.rotary_embedding(
-            q,
-            k,
-            angles(q, 9).cos(),
-            angles(q, 9).sin(),
-            rotary_dim=4,
-            positions=torch.tensor([[8, 0, 3, 3, 1, 2], [0, 1, 2, 3, 4, 5]]),
-        ),
-        [every(place, "q", "k") for place in (S0, S1, S2)],
-    ),
-    "attention": Case(QKV, attention(), [*BY_HEADS_OR_BATCH, {"q": S2}]),
+            q, k, angles(q, 9).cos(), angles(q, 9).sin(), rotary_dim=4,
+            positions=torch.tensor([[8, 0, 3, 3, 1, 2], [0, 1, 2, 3, 4, 5]])), [S0, S1, S2]),
+    # attention
+    "attention": Case(QKV, attention(), [S0, S1, {"q": S2}]),
     "causal attention at the bottom right": Case(
-        QKV,
-        attention(is_causal=True, causal_alignment="bottom_right", window_size=(3, -1)),
-        [*BY_HEADS_OR_BATCH, {"q": S2}],
-    ),
+        QKV, attention(is_causal=True, causal_alignment="bottom_right", window_size=(3, -1)),
+        [S0, S1, {"q": S2}]),
     "causal attention of more queries than keys": Case(
-        {**QKV, "q": (2, 4, 12, 8)},
-        attention(is_causal=True, causal_alignment="bottom_right"),
-        [{"q": S2}],
-    ),
+        QKV | {"q": (2, 4, 12, 8)}, attention(is_causal=True, causal_alignment="bottom_right"),
+        [{"q": S2}]),
     "attention of a part of a sequence": Case(
-        QKV,
-        attention(is_causal=True, query_offset=4, key_offset=2),
-        [every(S0, *QKV), {"q": S2}],
-    ),
+        QKV, attention(is_causal=True, query_offset=4, key_offset=2), [S0, {"q": S2}]),
     "grouped attention": Case(
-        GROUPED, attention(is_causal=True, softcap=5.0), [*BY_HEADS_OR_BATCH, {"q": S2}]
-    ),
+        QKV | every((2, 2, 8, 8), "k", "v"), attention(is_causal=True, softcap=5.0),
+        [S0, S1, {"q": S2}]),
     "attention to one head": Case(
-        {**QKV, "k": (2, 1, 8, 8), "v": (2, 1, 8, 8)},
-        attention(is_causal=True),
-        [every(S0, *QKV), {"q": S1}, {"q": S2}],
-    ),
+        QKV | every((2, 1, 8, 8), "k", "v"), attention(is_causal=True),
+        [S0, {"q": S1}, {"q": S2}]),
     "attention with terms of its scores": Case(
         QKV | {"attn_mask": (2, 1, 6, 8), "alibi_slopes": (4,), "sinks": (4,)},
         attention(is_causal=True),
-        [
-            every(S0, *QKV, "attn_mask"),
-            {**every(S1, *QKV), "alibi_slopes": S0, "sinks": S0},
-            {"q": S2, "attn_mask": S2},
-        ],
-    ),
-    "attention with a block mask": Case(QKV, of_blocks, BY_HEADS_OR_BATCH),
+        [every(S0, *QKV, "attn_mask"), every(S1, *QKV) | every(S0, "alibi_slopes", "sinks"),
+         {"q": S2, "attn_mask": S2}]),
+    "attention with a block mask": Case(QKV, of_blocks, [S0, S1]),
     "varlen_attention": Case(
         {"q": (8, 4, 8), "k": (8, 2, 8), "v": (8, 2, 8)},
         lambda q, k, v: functional.varlen_attention(
-            q, k, v, BEGINS, BEGINS, 5, 5, is_causal=True, enable_gqa=True, return_lse=True
-        ),
-        [every(S1, "q", "k", "v")],
-    ),
+            q, k, v, BEGINS, BEGINS, 5, 5, is_causal=True, enable_gqa=True, return_lse=True),
+        [S1]),
     "merge_attention_states": Case(
-        {"x": (2, 4, 6, 8), "y": (2, 4, 6, 8), "lse": (2, 4, 6), "m": (2, 4, 6)},
-        lambda x, y, lse, m: functional.merge_attention_states([x, y], [lse, m]),
-        [every(place, "x", "y", "lse", "m") for place in (S0, S1, S2)],
-    ),
+        every((2, 4, 6, 8), "x", "y") | every((2, 4, 6), "lse", "m"),
+        lambda x, y, lse, m: functional.merge_attention_states([x, y], [lse, m]), [S0, S1, S2]),
+    # losses
     "cross_entropy of each row": Case(
-        {"x": (8, 8)},
-        lambda x: functional.cross_entropy(x, TARGET, reduction="none", label_smoothing=0.1),
-        [{"x": S0}],
-    ),
+        LOGITS, lambda x: functional.cross_entropy(
+            x, TARGET, reduction="none", label_smoothing=0.1), [S0]),
     "cross_entropy": Case(
-        {"x": (8, 8)},
-        lambda x: functional.cross_entropy(x, TARGET, CLASSES.to(x.dtype), z_loss=0.1),
-        [{"x": S0}],
-        {"all_reduce": 1},
-    ),
+        LOGITS, lambda x: functional.cross_entropy(x, TARGET, CLASSES.to(x.dtype), z_loss=0.1),
+        [S0], ONCE),
     "cross_entropy, summed": Case(
-        {"x": (8, 8)},
-        lambda x: functional.cross_entropy(x * 1.0, TARGET, reduction="sum", inplace_backward=True),
-        [{"x": S0}],
-        {"all_reduce": 1},
-    ),
+        LOGITS, lambda x: functional.cross_entropy(
+            x * 1.0, TARGET, reduction="sum", inplace_backward=True), [S0], ONCE),
     "cross_entropy of classes in parts": Case(
-        {"x": (8, 8)},
-        lambda x: functional.cross_entropy(x, TARGET, label_smoothing=0.1),
-        [{"x": S1}],
-        {"all_reduce": 2},
-    ),
+        LOGITS, lambda x: functional.cross_entropy(x, TARGET, label_smoothing=0.1), [S1], TWICE),
     "linear_cross_entropy of classes in parts": Case(
-        {"x": (8, 6), "w": (8, 6), "b": (8,)},
-        lambda x, w, b: functional.linear_cross_entropy(x, w, TARGET, linear_bias=b, softcap=4.0),
-        [{"w": S0, "b": S0}],
-        {"all_reduce": 2},
-    ),
-    "linear_cross_entropy": Case(
-        {"x": (8, 6), "w": (8, 6), "b": (8,)},
-        lambda x, w, b: functional.linear_cross_entropy(x, w, TARGET, linear_bias=b, softcap=4.0),
-        [{"x": S0}],
-        {"all_reduce": 1},
-    ),
+        PRODUCT, of_products, [{"w": S0, "b": S0}], TWICE),
+    "linear_cross_entropy": Case(PRODUCT, of_products, [{"x": S0}], ONCE),
     "linear_cross_entropy of each row": Case(
         {"x": (8, 6), "w": (8, 6)},
         lambda x, w: functional.linear_cross_entropy(x, w, TARGET, reduction="none"),
-        [{"x": S0}],
-    ),
-}
+        [{"x": S0}]),
+}  # fmt: skip
 
 
 def drawn(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:

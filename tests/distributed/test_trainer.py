@@ -17,7 +17,7 @@ pytestmark = [*ranks.distributed, pytest.mark.slow]  # every rank imports the Tr
 def trained(folder: str) -> tuple[str, list[str], list[float], dict[str, torch.Tensor]]:
     """The wrapper's class, the lines of the log, the losses, and the weights."""
     from onepass.integrations.transformers import SwapCallback, trainer_optimizer
-    from tests.integrations.test_trainer import arguments, build, kinds, trainer_of
+    from tests.integrations.test_trainer import arguments, build, kinds, logged, trainer_of
 
     lines = []
     handler = logging.Handler()
@@ -33,8 +33,7 @@ def trained(folder: str) -> tuple[str, list[str], list[float], dict[str, torch.T
         trainer.train()
     logger.removeHandler(handler)
     assert kinds(model) == before
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return type(trainer.model_wrapped).__name__, lines, losses, model.state_dict()
+    return type(trainer.model_wrapped).__name__, lines, logged(trainer), model.state_dict()
 
 
 def test_ranks_are_swapped_alike_and_one_of_them_tells(tmp_path):

@@ -85,67 +85,41 @@ CASES = {
     "nanoGPT's slow branch, minGPT": (BY_HAND, [shape(cases.NanoGPT)]),
     "T5's relative bias, by hand": (BY_HAND, [shape(cases.T5)]),
     "ALiBi, by hand": (BY_HAND, [shape(cases.Alibi)]),
-    "transformers, eager: GPT-2, BERT, Llama, T5, ViT, BEiT (relative bias)": (
-        BY_REGISTRY,
-        [
-            of_transformers("GPT2LMHeadModel", **GPT),
-            of_transformers("BertForMaskedLM", **WIDE),
-            of_transformers("LlamaForCausalLM", **WIDE),
-            of_transformers("T5Model", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
-            of_transformers("ViTModel", **IMAGES),
-            of_transformers("BeitModel", **IMAGES, use_relative_position_bias=True),
-        ],
-    ),
-    "transformers, no registry: Bloom, Falcon, MPT, GPT-J, DeBERTa v2, XLNet, Swin v2": (
-        BY_HAND,
-        [
-            of_transformers("BloomForCausalLM", hidden_size=32, n_layer=1, n_head=4),
-            of_transformers(
-                "FalconForCausalLM", hidden_size=32, num_hidden_layers=1, num_attention_heads=4
-            ),
-            of_transformers("MptForCausalLM", d_model=32, n_layers=1, n_heads=4, max_seq_len=64),
-            of_transformers("GPTJForCausalLM", rotary_dim=8, **GPT),
-            of_transformers(
-                "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c"], **WIDE
-            ),
-            of_transformers("XLNetLMHeadModel", d_model=32, n_layer=1, n_head=4, d_inner=64),
-            of_transformers("Swinv2Model", **WINDOWS),
-        ],
-    ),
+    "transformers, eager: GPT-2, BERT, Llama, T5, ViT, BEiT (relative bias)": (BY_REGISTRY, [
+        of_transformers("GPT2LMHeadModel", **GPT), of_transformers("BertForMaskedLM", **WIDE),
+        of_transformers("LlamaForCausalLM", **WIDE), of_transformers("ViTModel", **IMAGES),
+        of_transformers("T5Model", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
+        of_transformers("BeitModel", **IMAGES, use_relative_position_bias=True),
+    ]),
+    "transformers, no registry: Bloom, Falcon, MPT, GPT-J, DeBERTa v2, XLNet, Swin v2": (BY_HAND, [
+        of_transformers("BloomForCausalLM", hidden_size=32, n_layer=1, n_head=4),
+        of_transformers(
+            "FalconForCausalLM", hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        of_transformers("MptForCausalLM", d_model=32, n_layers=1, n_heads=4, max_seq_len=64),
+        of_transformers("GPTJForCausalLM", rotary_dim=8, **GPT),
+        of_transformers(
+            "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c"], **WIDE),
+        of_transformers("XLNetLMHeadModel", d_model=32, n_layer=1, n_head=4, d_inner=64),
+        of_transformers("Swinv2Model", **WINDOWS),
+    ]),
     "transformers: OpenAI's GPT (masks by -10,000)": (
-        AS_WRITTEN,
-        [of_transformers("OpenAIGPTLMHeadModel", **GPT)],
-    ),
-    "timm, `fused_attn` off: ViT, with relative bias too, BEiT, Swin": (
-        BY_HAND,
-        [
-            of_timm("vision_transformer", "VisionTransformer", **VIT),
-            of_timm(
-                "vision_transformer_relpos", "VisionTransformerRelPos", rel_pos_type="bias", **VIT
-            ),
-            of_timm("beit", "Beit", **VIT, use_rel_pos_bias=True),
-            of_timm(
-                "swin_transformer", "SwinTransformer",
-                patch_size=2, depths=(1,), num_heads=(2,), window_size=4,
-            ),
-        ],
-    ),
-    "x-transformers: as it comes, rotary, ALiBi, relative bias, one key head": (
-        BY_HAND,
-        [
-            of_x_transformers(), of_x_transformers(rotary_pos_emb=True),
-            of_x_transformers(alibi_pos_bias=True, alibi_num_heads=2),
-            of_x_transformers(rel_pos_bias=True), of_x_transformers(attn_kv_heads=1),
-        ],
-    ),
-    "x-transformers: sparse top k, talking heads, softclamp (TorchScript)": (
-        AS_WRITTEN,
-        [
-            of_x_transformers(attn_sparse_topk=4),
-            of_x_transformers(attn_pre_talking_heads=True),
-            of_x_transformers(attn_softclamp_logits=True),
-        ],
-    ),
+        AS_WRITTEN, [of_transformers("OpenAIGPTLMHeadModel", **GPT)]),
+    "timm, `fused_attn` off: ViT, with relative bias too, BEiT, Swin": (BY_HAND, [
+        of_timm("vision_transformer", "VisionTransformer", **VIT),
+        of_timm("vision_transformer_relpos", "VisionTransformerRelPos", rel_pos_type="bias", **VIT),
+        of_timm("beit", "Beit", **VIT, use_rel_pos_bias=True),
+        of_timm("swin_transformer", "SwinTransformer",
+                patch_size=2, depths=(1,), num_heads=(2,), window_size=4),
+    ]),
+    "x-transformers: as it comes, rotary, ALiBi, relative bias, one key head": (BY_HAND, [
+        of_x_transformers(), of_x_transformers(rotary_pos_emb=True),
+        of_x_transformers(alibi_pos_bias=True, alibi_num_heads=2),
+        of_x_transformers(rel_pos_bias=True), of_x_transformers(attn_kv_heads=1),
+    ]),
+    "x-transformers: sparse top k, talking heads, softclamp (TorchScript)": (AS_WRITTEN, [
+        of_x_transformers(attn_sparse_topk=4), of_x_transformers(attn_pre_talking_heads=True),
+        of_x_transformers(attn_softclamp_logits=True),
+    ]),
 }  # fmt: skip
 EACH = [
     pytest.param(expected, make, id=f"{name}, {number}")

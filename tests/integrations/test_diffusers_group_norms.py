@@ -58,7 +58,7 @@ def results(block: nn.Module, given, dtype) -> list[torch.Tensor]:
 
 def assert_same(block: nn.Module, stock: nn.Module, dtype, last: bool = False) -> None:
     exact = copy.deepcopy(stock).double()
-    batches = [inputs(block, dtype, last) for _ in range(16)]
+    batches = [inputs(block, dtype, last) for _ in range(8)]
     models = ((block, dtype), (exact, F64), (stock, dtype))
     runs = [[results(m, given, t) for given in batches] for m, t in models]
     assert runs[0][0][0].stride() == runs[2][0][0].stride()

@@ -42,7 +42,6 @@ TAKEN = {
         {"conditioning_embedding": None},
     ),
 }  # fmt: skip
-modules = pytest.mark.parametrize("name", TAKEN)
 
 
 def make(name: str, dtype=F32):
@@ -82,7 +81,7 @@ def norms(function) -> list[str]:
     return [call["op"] for call in calls if re.fullmatch(r"modulated_\w+_norm", call["op"])]
 
 
-@modules
+@pytest.mark.parametrize("name", TAKEN)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_values_gradients_and_the_way_back(name, dtype):
     module, named = make(name, dtype)
@@ -104,21 +103,13 @@ def test_values_gradients_and_the_way_back(name, dtype):
         assert ours.dtype is base.dtype and ours.shape == base.shape
         if base.dtype is dtype:
             numerics.assert_close(ours, ref, base, f"{name} result {number}")
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is type(module)
+        assert all(map(torch.equal, results(twin, named), results(module, named)))
     onepass.unswap(module)
     assert type(module) is cls and type(module.norm) is type(stock.norm)
     for ours, theirs in zip(results(module, named), results(stock, named), strict=True):
         assert torch.equal(ours, theirs)
-
-
-@modules
-def test_copies_and_pickles(name):
-    module, named = make(name)
-    onepass.swap(module, kinds=("norm",))
-    expected = results(module, named)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert type(twin) is type(module)
-        for ours, other in zip(results(twin, named), expected, strict=True):
-            assert torch.equal(ours, other)
 
 
 def composes(module, named) -> None:

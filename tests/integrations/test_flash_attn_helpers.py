@@ -154,36 +154,37 @@ COS, SIN = ANGLES.cos(), ANGLES.sin()
 both_orders = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
+CU = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+SEQUENCE = torch.tensor([0] * 5 + [2] * 4)  # of each packed row
+
+
 @both_orders
-@pytest.mark.parametrize("offsets", [0, 4, torch.tensor([3, 0])], ids=str)
-def test_dense_rotation(interleaved, offsets):
-    x = torch.randn(2, 8, 4, 10, dtype=F64, requires_grad=True)
-    rows = torch.arange(8) + torch.as_tensor(offsets).reshape(-1, 1)
-    positions = rows[:, :, None].expand(2, 8, 4)
-    expected = turned(x, positions, ANGLES, interleaved)
-    found = rotary.apply_rotary_emb(x, COS, SIN, interleaved, seqlen_offsets=offsets)
+@pytest.mark.parametrize(
+    "packed, offsets",
+    [
+        *((False, offsets) for offsets in (0, 4, torch.tensor([3, 0]))),
+        *((True, offsets) for offsets in (0, torch.tensor([3, 0, 7]))),
+    ],
+    ids=str,
+)
+def test_rotation(interleaved, packed, offsets):
+    shape, named = (2, 8, 4, 10), dict(seqlen_offsets=offsets)
+    first = torch.as_tensor(offsets)
+    if packed:
+        shape, named = (9, 4, 10), named | dict(cu_seqlens=CU, max_seqlen=5)
+        rows = torch.arange(9) - CU[SEQUENCE] + (first[SEQUENCE] if first.dim() else first)
+    else:
+        rows = torch.arange(8) + first.reshape(-1, 1)
+    x = torch.randn(shape, dtype=F64, requires_grad=True)
+    expected = turned(x, rows[..., None].expand(shape[:-1]), ANGLES, interleaved)
+    found = rotary.apply_rotary_emb(x, COS, SIN, interleaved, **named)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     upstream = torch.randn_like(found)
     (right,) = torch.autograd.grad(expected, x, upstream)
     (ours,) = torch.autograd.grad(found, x, upstream, retain_graph=True)
     torch.testing.assert_close(ours, right, rtol=1e-13, atol=1e-13)
-    back = rotary.apply_rotary(found, COS, SIN, offsets, interleaved=interleaved, conjugate=True)
+    back = rotary.apply_rotary(found, COS, SIN, interleaved=interleaved, conjugate=True, **named)
     torch.testing.assert_close(back, x)
-
-
-@both_orders
-@pytest.mark.parametrize("offsets", [0, torch.tensor([3, 0, 7])], ids=str)
-def test_rotation_of_packed_sequences(interleaved, offsets):
-    cu = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
-    x = torch.randn(9, 4, 10, dtype=F64)
-    within = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
-    sequence = torch.tensor([0] * 5 + [2] * 4)
-    positions = within + (offsets if isinstance(offsets, int) else offsets[sequence])
-    expected = turned(x, positions[:, None].expand(9, 4), ANGLES, interleaved)
-    found = rotary.apply_rotary_emb(
-        x, COS, SIN, interleaved, seqlen_offsets=offsets, cu_seqlens=cu, max_seqlen=5
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
 @both_orders

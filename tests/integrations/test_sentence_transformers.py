@@ -10,7 +10,6 @@ import torch
 import onepass
 from onepass import numerics
 from onepass._dispatch_log import record
-from onepass._policy import small_calls
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip(
@@ -38,12 +37,6 @@ def folder(tmp_path_factory):
     )  # fmt: skip
     transformers.BertModel(config).save_pretrained(place)
     return str(place)
-
-
-@pytest.fixture(autouse=True)
-def whatever_the_size(monkeypatch):
-    for name in ("LEAST_NORM", "LEAST_ATTENTION"):
-        monkeypatch.setattr(small_calls, name, {})
 
 
 def embedder(folder):

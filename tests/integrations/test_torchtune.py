@@ -8,7 +8,6 @@ import torch
 import onepass
 from onepass import numerics
 from onepass._dispatch_log import record
-from onepass._policy import small_calls
 
 pytest.importorskip(
     "torchtune", reason="torchtune is not installed, or its torchao", exc_type=ImportError
@@ -22,12 +21,6 @@ SIZES = dict(
 )  # fmt: skip
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 32
 KINDS = {"norm", "attention"}
-
-
-@pytest.fixture(autouse=True)
-def whatever_the_size(monkeypatch):
-    for name in ("LEAST_NORM", "LEAST_ATTENTION", "LEAST_GATE"):
-        monkeypatch.setattr(small_calls, name, {})
 
 
 def plain():

@@ -34,26 +34,24 @@ class Texts(torch.utils.data.Dataset):
 
 
 def arguments(folder, **more) -> transformers.TrainingArguments:
-    return transformers.TrainingArguments(
-        output_dir=folder,
-        **{
-            **dict(
-                per_device_train_batch_size=BATCH, max_steps=STEPS, save_strategy="no",
-                logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2,
-                weight_decay=0.1,
-            ),
-            **more,
-        },
+    settings = dict(
+        per_device_train_batch_size=BATCH, max_steps=STEPS, save_strategy="no", logging_steps=1,
+        report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2, weight_decay=0.1,
     )  # fmt: skip
+    return transformers.TrainingArguments(output_dir=folder, **settings | more)
 
 
 def trainer_of(model, args, optimizer=None, callback=None, **more) -> transformers.Trainer:
+    more["callbacks"] = [callback] if callback else None
     trainer = transformers.Trainer(
-        model=model, args=args, train_dataset=Texts(), optimizer_cls_and_kwargs=optimizer,
-        callbacks=[callback] if callback else None, **more,
-    )  # fmt: skip
+        model, args, train_dataset=Texts(), optimizer_cls_and_kwargs=optimizer, **more
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
+
+
+def logged(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def same(one, other) -> bool:
@@ -140,9 +138,8 @@ def curve(seed: int, folder, *, ours: bool = False, double: bool = False):
     swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
     trainer = trainer_of(model.double() if double else model, args, *swapping)
     trainer.train()
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == 4
-    return torch.tensor(logged, dtype=torch.float64 if double else torch.float32)
+    assert len(logged(trainer)) == 4
+    return torch.tensor(logged(trainer), dtype=torch.float64 if double else torch.float32)
 
 
 def test_losses_are_as_close_to_the_truth_as_stocks(tmp_path):
@@ -323,12 +320,11 @@ def test_a_run_resumed_is_the_run_uninterrupted(dtype, options, more, tmp_path):
         own = arguments(tmp_path if checkpoint is None else tmp_path / "resumed", **args)
         trainer = trainer_of(model, own, trainer_optimizer(own, **options), SwapCallback())
         trainer.train(resume_from_checkpoint=checkpoint)
-        logged = [(e["step"], e["loss"]) for e in trainer.state.log_history if "loss" in e]
-        runs.append((model.state_dict(), trainer.optimizer.state_dict(), dict(logged)))
-    assert same(*runs) and len(runs[0][2]) == own.max_steps
-    assert ("master" in runs[0][1]["state"][0]) == (
-        options.get("master") in ("fp32", "remainder16")
-    )
+        losses = logged(trainer)
+        runs.append((model.state_dict(), trainer.optimizer.state_dict(), losses))
+    assert same(*runs) and len(losses) == own.max_steps
+    has_master = options.get("master") in ("fp32", "remainder16")
+    assert ("master" in runs[0][1]["state"][0]) == has_master
 
 
 def test_adapters_of_peft_train_and_resume(tmp_path):
@@ -343,8 +339,7 @@ def test_adapters_of_peft_train_and_resume(tmp_path):
         swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
         trainer = trainer_of(model, args, *swapping)
         trainer.train(resume_from_checkpoint=checkpoint)
-        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return model, torch.tensor(logged, dtype=torch.float64)
+        return model, torch.tensor(logged(trainer), dtype=torch.float64)
 
     stock, base = run(tmp_path / "stock", False)
     _, ref = run(tmp_path / "double", False, dtype=torch.float64)

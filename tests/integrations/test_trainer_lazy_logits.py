@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 from onepass.integrations.transformers import SwapCallback
 from onepass.integrations.transformers.lazy_logits import LazyLogits
-from tests.integrations.test_trainer import Texts, arguments, trainer_of
+from tests.integrations.test_trainer import Texts, arguments, logged, trainer_of
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def watched(model) -> list[bool]:
 
 def losses(trainer) -> torch.Tensor:
     trainer.train()
-    return torch.tensor([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    return torch.tensor(logged(trainer))
 
 
 @pytest.mark.parametrize("options", [{}, dict(bf16=True, gradient_accumulation_steps=2)], ids=str)

@@ -62,11 +62,10 @@ def norm_of(name: str) -> nn.Module:
 
 
 NORMS = {
-    "llama.LlamaRMSNorm": kernels.RMSNorm,
-    "afmoe.AfmoeRMSNorm": kernels.RMSNorm,
+    "llama.LlamaRMSNorm": kernels.RMSNorm, "afmoe.AfmoeRMSNorm": kernels.RMSNorm,
     "nemotron_h.NemotronHRMSNorm": kernels.RMSNorm,
     "qwen3_5.Qwen3_5RMSNorm": kernels.RMSNormZeroCentered,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,6 +76,11 @@ def test_norms(name, dtype):
     x = torch.randn(50, 24, dtype=dtype)
     assert ops(lambda: forward(x)) == ["rms_norm"]
     assert_same(forward, partial(kernels_reference, norm), norm, (x,))
+
+
+def assert_own(forward, module, *inputs) -> None:
+    """The module's own forward runs."""
+    assert not ops(lambda: forward(*inputs)) and torch.equal(forward(*inputs), module(*inputs))
 
 
 def kernels_reference(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -103,10 +107,9 @@ def test_gated_norms(name, dtype):
 
     assert_same(forward, exact, norm, (x, gate))
     norm.activation = "tanh"
-    assert not ops(lambda: forward(x, gate)) and torch.equal(forward(x, gate), norm(x, gate))
+    assert_own(forward, norm, x, gate)
     norm.activation = "silu"
-    wide = gate.double()
-    assert not ops(lambda: forward(x, wide)) and torch.equal(forward(x, wide), norm(x, wide))
+    assert_own(forward, norm, x, gate.double())
 
 
 def assert_same(forward, exact, stock, inputs, result: torch.dtype | None = None) -> None:
@@ -187,7 +190,7 @@ def test_gated_blocks(name, dtype):
     assert ops(lambda: forward(x)) == ["gated_activation"]
     assert_same(forward, copy.deepcopy(block).double(), block, (x,))
     block.act_fn = nn.Tanh()
-    assert not ops(lambda: forward(x)) and torch.equal(forward(x), block(x))
+    assert_own(forward, block, x)
     other = MethodType(BLOCKS[name].forward, nn.Linear(16, 4, dtype=dtype))
     assert other(x).shape == (200, 4)  # of another structure: its own forward
 
@@ -226,14 +229,14 @@ def test_the_loss(dtype):
 def test_what_no_norm_of_that_name_says_is_the_models_own():
     norm = norm_of("llama.LlamaRMSNorm")
     forward = MethodType(kernels.RMSNorm.forward, norm)
-    for x in (torch.randn(3, 24).bfloat16(), torch.randn(3, 24).double()):  # weights are float32
-        assert not ops(lambda x=x: forward(x)) and torch.equal(forward(x), norm(x))
-    norm.weight = nn.Parameter(torch.randn(1, 24))
     x = torch.randn(3, 24)
-    assert not ops(lambda: forward(x)) and torch.equal(forward(x), norm(x))
+    for other in (x.bfloat16(), x.double()):  # weights are float32
+        assert_own(forward, norm, other)
+    norm.weight = nn.Parameter(torch.randn(1, 24))
+    assert_own(forward, norm, x)
     norm.weight = nn.Parameter(torch.randn(24))
     norm.variance_epsilon = torch.tensor(1e-6)
-    assert not ops(lambda: forward(x)) and torch.equal(forward(x), norm(x))
+    assert_own(forward, norm, x)
 
 
 def function_of(family: str) -> nn.Module:

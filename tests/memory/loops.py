@@ -63,19 +63,11 @@ def in_thread(work: Callable[[], object]) -> object:
     return found[0]
 
 
-def public():
-    fresh = faults(warm_up=1)
-    obeyed = onepass.keep_freed_memory()
-    kept = faults()
-    undone = onepass.keep_freed_memory(0)
-    return fresh, kept, faults(beyond_holes), obeyed, undone
-
-
 def bench():
     fresh = faults(warm_up=1)
     with recycled_memory() as recycled:
         kept = faults()
-    return fresh, kept, faults(beyond_holes), recycled, True
+    return fresh, kept, faults(beyond_holes), recycled
 
 
 def backward():
