@@ -86,6 +86,14 @@ def norm(x: DTensor) -> DTensor:
     return functional.rms_norm(x, 8)
 
 
+def ones(*shape: int) -> DTensor:
+    return spread(torch.ones(shape), mesh_of((2,)), [R])
+
+
+def causal(query: DTensor, key: DTensor) -> DTensor:
+    return functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
 def refused(function, *args) -> bool:
     try:
         function(*args)
@@ -116,7 +124,7 @@ def test_other_writes() -> None:
         del hidden
         assert refused(y.sum().backward)
         # A weight without a gradient.
-        weight = spread(torch.ones(8), mesh_of((2,)), [R])
+        weight = ones(8)
         y = functional.rms_norm(x, 8, weight)
         weight.mul_(2.0)
         assert refused(y.sum().backward)
@@ -127,10 +135,9 @@ def test_other_writes() -> None:
         local.mul_(2.0)
         assert refused(y.sum().backward)
         # The part of one whose call has no plan.
-        query = made(2, 1, 4, 8).requires_grad_() * 2.0
-        key = spread(torch.ones(2, 1, 4, 8), mesh_of((2,)), [R])
+        query, key = made(2, 1, 4, 8).requires_grad_() * 2.0, ones(2, 1, 4, 8)
         for written in (query, key):
-            y = functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+            y = causal(query, key)
             with torch.no_grad():
                 written.to_local().mul_(2.0)
             assert refused(y.sum().backward)
@@ -154,12 +161,8 @@ def spread_from(local: torch.Tensor) -> DTensor:
 @on_ranks(2)
 def test_writes_before_second_backwards() -> None:
     """Between a backward with create_graph=True and that of its gradients."""
-    key = spread(torch.ones(2, 1, 4, 8), mesh_of((2,)), [R])
-    calls = (
-        norm,
-        lambda x: functional.scaled_dot_product_attention(x, key, key, is_causal=True),  # no plan
-    )
-    for call in calls:
+    key = ones(2, 1, 4, 8)
+    for call in (norm, lambda x: causal(x, key)):  # the second has no plan
         for _ in range(2):
             x = made(2, 1, 4, 8).requires_grad_()
             hidden = x * 2.0

@@ -12,6 +12,7 @@ from torch import Tensor
 from onepass.integrations import flash_attn
 from onepass.integrations.flash_attn import bert_padding, flash_attn_varlen_func
 from onepass.integrations.flash_attn.layers import rotary
+from onepass.reference.rotary import rotary_embedding
 
 F64 = torch.float64
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
@@ -135,18 +136,12 @@ def test_attention_of_a_padded_batch():
 # ---- rotation ------------------------------------------------------------------------------------
 
 
-def turned(x: Tensor, positions: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """x (..., head_dim), positions (...): pairs as complex numbers, times exp(i angle)."""
-    half = angles.shape[1]
-    head, rest = x[..., : 2 * half], x[..., 2 * half :]
-    pairs = head.unflatten(-1, (half, 2) if interleaved else (2, half))
-    if not interleaved:
-        pairs = pairs.transpose(-1, -2)
-    factor = torch.polar(torch.ones_like(angles), angles)[positions]
-    out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factor)
-    if not interleaved:
-        out = out.transpose(-1, -2)
-    return torch.cat((out.flatten(-2), rest), -1)
+def turned(x: Tensor, rows: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x (..., tokens, heads, head_dim), by the definition; rows (..., tokens) of the angles."""
+    return rotary_embedding(
+        x, None, angles.cos(), angles.sin(), interleaved=interleaved, positions=rows,
+        rotary_dim=2 * angles.shape[1], seq_first=True,
+    )[0]  # fmt: skip
 
 
 ANGLES = torch.randn(12, 3, dtype=F64)
@@ -176,7 +171,7 @@ def test_rotation(interleaved, packed, offsets):
     else:
         rows = torch.arange(8) + first.reshape(-1, 1)
     x = torch.randn(shape, dtype=F64, requires_grad=True)
-    expected = turned(x, rows[..., None].expand(shape[:-1]), ANGLES, interleaved)
+    expected = turned(x, rows.expand(shape[:-2]), ANGLES, interleaved)
     found = rotary.apply_rotary_emb(x, COS, SIN, interleaved, **named)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     upstream = torch.randn_like(found)
@@ -244,7 +239,7 @@ def test_module(interleaved):
     angles = torch.arange(20.0)[:, None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
     qkv = torch.randn(2, 6, 3, 4, 10)
     expected = qkv.clone()
-    positions = torch.arange(3, 9)[None, :, None].expand(2, 6, 4)
+    positions = torch.arange(3, 9).expand(2, 6)
     for i in range(2):
         expected[:, :, i] = turned(qkv[:, :, i], positions, angles, interleaved)
     found = module(qkv.clone(), seqlen_offset=3)

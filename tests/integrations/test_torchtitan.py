@@ -24,6 +24,7 @@ from torchtitan.models.common import attention
 from torchtitan.models.llama3 import llama3_configs
 
 from onepass.integrations.torchtitan import optimizer, varlen_attention
+from onepass.reference.attention import attention as formula
 
 OURS = "onepass.integrations.torchtitan."
 
@@ -80,16 +81,12 @@ def test_norms(config):
 
 def by_documents(self, q, k, v, *, attention_masks, scale=None, out_transform=None, **options):
     """torchtitan's, which runs on CUDA alone."""
-    ends, found, lses = attention_masks.cu_seq_q.tolist(), [], []
-    for begin, end in zip(ends, ends[1:], strict=False):
-        query, key, value = (x.flatten(0, 1)[begin:end].transpose(0, 1) for x in (q, k, v))
-        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        found.append((scores.softmax(-1) @ value).transpose(0, 1))
-        lses.append(scores.logsumexp(-1).mT)
-    output, lse = (torch.cat(x).unflatten(0, q.shape[:2]) for x in (found, lses))
+    begins = attention_masks.cu_seq_q
+    output, lse = formula(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        cu_seq_q=begins, cu_seq_k=begins, window_right=0, scale=scale,
+    )  # fmt: skip
+    output, lse = (x.unflatten(0, q.shape[:2]) for x in (output, lse.mT))
     return output if out_transform is None else out_transform(output, lse)
 
 

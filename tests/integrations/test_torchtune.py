@@ -57,7 +57,7 @@ def results(model):
 
 
 @pytest.mark.parametrize("make", [plain, adapted])
-def test_gradients(make):
+def test_gradients(make, torchs_products):
     ref, _ = results(made(make, torch.float64))
     base, _ = results(made(make))
     model = made(make, is_swapped=True)

@@ -14,6 +14,7 @@ from torch import nn
 import onepass.integrations.transformers as integration
 from onepass import numerics
 from onepass.integrations.transformers import attention, models
+from onepass.reference.attention import attention as reference
 from tests.integrations import transformers_cases as cases
 from tests.integrations.transformers_cases import (
     IDS,
@@ -32,19 +33,15 @@ DRAWS = (8, 40)
 
 
 def formula(module, query, key, value, mask, scaling, softcap=None, s_aux=None, indices=None, **_):
-    """Attention in float64, whose eager functions compute the softmax in float32."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    scores = query @ key.mT * scaling
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores if mask is None else scores + mask
+    """In float64, whose eager functions compute the softmax in float32."""
+    kept = None
     if indices is not None:
-        kept = torch.zeros(scores[:, 0].shape, dtype=torch.bool).scatter(-1, indices.long(), True)
-        scores = scores.masked_fill(~kept[:, None], float("-inf"))
-    sinks = torch.full_like(scores[..., :1], float("-inf"))
-    sinks = sinks if s_aux is None else sinks.zero_() + s_aux[:, None, None]
-    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights @ value).transpose(1, 2), None
+        kept = torch.zeros(len(query), query.shape[2], key.shape[2], dtype=torch.bool)
+        kept = kept.scatter(-1, indices.long(), True)[:, None]
+    output, _ = reference(
+        query, key, value, bias=mask, mask=kept, scale=scaling, softcap=softcap or 0.0, sinks=s_aux
+    )
+    return output.transpose(1, 2), None
 
 
 def exact(name: str):

@@ -16,6 +16,7 @@ from onepass._policy import small_calls
 from onepass.integrations.transformers import losses, models
 from onepass.swapping.reasons import Reason
 from tests.support import fresh
+from tests.support.pairs import halved
 from tests.swap.lazy_logits_cases import (
     VOCABULARY,
     assert_same,
@@ -47,9 +48,10 @@ def types(model: nn.Module) -> list[type]:
 # ---- the loss ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "lazy", "dtype"),
+    halved(MODELS, (False, True), (torch.float32, torch.bfloat16)),
+)
 def test_the_loss_and_its_gradients(name, lazy, dtype):
     stock, batch = make(name).to(dtype), labelled()
     model = copy.deepcopy(stock)
@@ -89,6 +91,7 @@ def test_verify_compares_with_the_loss_from_before(monkeypatch):
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.grid
 def test_generation_and_checkpoints_are_the_same(name, lazy, tmp_path):
     stock = make(name).eval()
     model = copy.deepcopy(stock)
@@ -111,6 +114,7 @@ def test_generation_and_checkpoints_are_the_same(name, lazy, tmp_path):
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.grid
 def test_copies_are_attached_and_detach_by_themselves(name, lazy):
     model, stock, batch = make(name), make(name), labelled()
     for m in (model, stock):

@@ -6,6 +6,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import pytest
+
 
 def pairwise(axes: dict[str, Sequence], seed: int = 0) -> list[dict]:
     """Rows that hold every pair of values of any two axes at least once; greedy, hence a few more
@@ -37,3 +39,13 @@ def pairwise(axes: dict[str, Sequence], seed: int = 0) -> list[dict]:
         open_pairs -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
         rows.append({name: axes[name][row[name]] for name in axes})
     return rows
+
+
+def halved(*axes: Sequence) -> list:
+    """Parameters of a test: the product of three axes or more, half of it slow. In the other half
+    the sum of indices is even, so that all pairs of values of two axes are there."""
+    indices = itertools.product(*(range(len(axis)) for axis in axes))
+    return [
+        pytest.param(*values, marks=[pytest.mark.slow] * (sum(index) % 2))
+        for index, values in zip(indices, itertools.product(*axes), strict=True)
+    ]
