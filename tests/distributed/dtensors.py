@@ -39,6 +39,12 @@ def pairs(dimensions: int) -> list[tuple[tuple[Placement, ...], tuple[Placement,
     )
 
 
+def sixteenths(shape, seed: int, most: int = 16) -> torch.Tensor:
+    """Multiples of 1/16, which 16 bits hold and any order sums exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator) / 16
+
+
 def spread(value: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
     """Distributes a tensor of which every rank has the whole, without communication.
 
@@ -49,7 +55,7 @@ def spread(value: torch.Tensor, mesh: DeviceMesh, placements) -> DTensor:
     for dimension, placement in enumerate(placements):
         if placement.is_partial():
             size, rank = mesh.size(dimension), coordinate[dimension]
-            noise = torch.randint(-8, 9, value.shape, generator=_generator(dimension)) / 16
+            noise = sixteenths(value.shape, dimension, most=8)
             parts = parts - (size - 1) * noise if rank == 0 else noise
     # Where two dimensions are partial, the second one's parts are made of the first one's.
     whole = [Replicate() if p.is_partial() else p for p in placements]
@@ -65,10 +71,6 @@ def placed_as(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
     whole = [Replicate() if p.is_partial() else p for p in output.placements]
     return spread(value, output.device_mesh, whole)
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

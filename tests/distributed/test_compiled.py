@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -115,17 +116,6 @@ def small_calls_too():
     return mock.patch.multiple(small_calls, **{name: {} for name in bounds})
 
 
-class Graphs:
-    """A backend that counts graphs and onepass's operators in them."""
-
-    def __init__(self, backend):
-        self.graphs, self.backend = 0, torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph, inputs, **options):
-        self.graphs += 1
-        return self.backend(graph, inputs, **options)
-
-
 def check(found, base, ref):
     names = ("losses", "gradients", "parameters")
     for mine, stock, right, what in zip(found, base, ref, names, strict=True):
@@ -156,10 +146,10 @@ def test_a_swapped_model_in_tensor_and_sequence_parallel(backend, blocks):
         eager = in_parallel(network(True, blocks))
         check(trained(eager, eager), base, ref)
         torch._dynamo.reset()
-        counted, model = Graphs(backend), in_parallel(network(True, blocks))
+        counted, model = CompileCounterWithBackend(backend), in_parallel(network(True, blocks))
         compiled = torch.compile(model, fullgraph=True, backend=counted)
         check(trained(model, compiled), base, ref)
-        assert counted.graphs == 1
+        assert counted.frame_count == 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +161,7 @@ def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
     ref, base = references(1)
     rank = torch.distributed.get_rank()
     torch._dynamo.reset()
-    counted, model = Graphs(backend), network(True, 1)
+    counted, model = CompileCounterWithBackend(backend), network(True, 1)
     if which == "layers":
         for block in model.blocks:
             block.compile(fullgraph=True, backend=counted)
@@ -182,7 +172,7 @@ def test_swapped_layers_compiled_before_they_are_sharded(backend, which):
         call = torch.compile(model, backend=counted)
     rows = slice(2 * rank, 2 * rank + 2)
     check(trained(model, call, rows, average=True), base, ref)
-    assert counted.graphs >= len(model.blocks)
+    assert counted.frame_count >= len(model.blocks)
 
 
 def body_of_operators(names):
@@ -223,7 +213,7 @@ def test_wrong_options_of_a_loss_of_classes_in_parts():
 @on_ranks(2)
 def test_a_loss_without_logits_of_other_numbers_of_rows():
     """From the second number of rows on, a graph is for all that have as many chunks of 256."""
-    mesh, backend = mesh_of((2,)), Graphs("eager")
+    mesh, backend = mesh_of((2,)), CompileCounterWithBackend("eager")
     torch._dynamo.reset()
     loss = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=backend)
     weight = torch.randn(24, 16)
@@ -239,7 +229,7 @@ def test_a_loss_without_logits_of_other_numbers_of_rows():
             for t, place in ((x, Replicate()), (weight, Shard(0)))
         ]
         loss(*parts, target).backward()
-        assert backend.graphs == graphs, f"{rows} rows: {backend.graphs}"
+        assert backend.frame_count == graphs, f"{rows} rows: {backend.frame_count}"
         for mine, right, stock in zip(parts, *results, strict=True):
             numerics.assert_close(whole(mine.grad), right, stock, case=f"{rows} rows")
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import onepass
 from onepass import numerics
 from tests.distributed.dtensors import mesh_of, pairs, spread, whole
+from tests.distributed.dtensors import sixteenths as drawn
 from tests.distributed.ranks import distributed, on_ranks, run
 from tests.optim.cases import FLAGS, NAMES, assert_same, ours, same, snapshot
 from tests.support.dtypes import BF16, F32
@@ -21,11 +22,6 @@ from tests.support.dtypes import BF16, F32
 pytestmark = distributed
 
 PLACES = ((Replicate(),), (Shard(0),), (Shard(1),))
-
-
-def drawn(shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-16, 17, shape, generator=generator) / 16
 
 
 def parameters(mesh, places, shape=(5, 4), dtype=F32):
@@ -167,7 +163,11 @@ def test_gradients_that_torch_refuses_are_refused(name):
     cases = [
         ([plain], [given], "mixed torch.Tensor and DTensor"),
         ([sharded, plain], [given, given], "mixed torch.Tensor and DTensor"),
-        ([sharded, plain], [given.to_local(), drawn((5, 4), 6)], "mixed torch.Tensor and DTensor"),
+        (
+            [sharded, plain],
+            [given.to_local(), drawn((5, 4), 6)],
+            "mixed torch.Tensor and DTensor",
+        ),
         ([partial], [given], "Partial"),
     ]
     if name != "SGD":

@@ -231,6 +231,10 @@ def of_whole(case: Case, dtype: torch.dtype) -> tuple[list, list]:
     return [o.detach() for o in outputs], list(gradients)
 
 
+def sent(counted: CommDebugMode) -> dict[str, int]:
+    return {op.__name__: n for op, n in counted.get_comm_counts().items()}
+
+
 def body(name: str, mesh_shape=(2,), places=None, collectives=None, compiled=False):
     """With places: lists of placements for the tensors that are not replicated."""
     case, mesh = CASES[name], mesh_of(mesh_shape)
@@ -254,7 +258,7 @@ def body(name: str, mesh_shape=(2,), places=None, collectives=None, compiled=Fal
             gradients = list(map(placed_as, outputs, upstream(outputs)))
             found = torch.autograd.grad(outputs, list(given.values()), gradients)
         if not compiled:
-            counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+            counts = sent(counted)
             wanted = case.collectives if collectives is None else collectives
             assert counts == wanted, (where, counts)
         for tensor, gradient in zip(given, found, strict=True):
@@ -302,7 +306,7 @@ def test_what_lies_elsewhere_is_moved():
     def counts(call):
         with CommDebugMode() as counted:
             result = call()
-        return result, {op.__name__: n for op, n in counted.get_comm_counts().items()}
+        return result, sent(counted)
 
     y, moved = counts(lambda: functional.rms_norm(part(x, S2), 8))
     assert moved == {"all_gather_into_tensor": 1}
@@ -357,7 +361,7 @@ def counted_dropout(x, p):
     """Replicas agree on a seed; nothing else is sent."""
     with CommDebugMode() as counted:
         y = functional.dropout(x, p)
-    counts = {op.__name__: n for op, n in counted.get_comm_counts().items()}
+    counts = sent(counted)
     assert counts == ({"broadcast_": 1} if x.placements == (R,) else {})
     return y
 

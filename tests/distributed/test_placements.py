@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.dtensors import SHAPES, mesh_of, pairs, spread, whole
+from tests.distributed.dtensors import SHAPES, mesh_of, pairs, sixteenths, spread, whole
 from tests.distributed.ranks import distributed, run
 from tests.optim.cases import FLAGS, NAMES, ours, same
 from tests.support.dtypes import BF16, F32
@@ -16,12 +16,6 @@ from tests.support.dtypes import BF16, F32
 pytestmark = distributed
 
 STEPS = 2
-
-
-def drawn(number: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Multiples of 1/16, which 16 bits hold and any order sums exactly."""
-    generator = torch.Generator().manual_seed(1000 * seed + number)
-    return torch.randint(-16, 17, shape, generator=generator) / 16
 
 
 def members(mesh, shapes=SHAPES):
@@ -39,14 +33,14 @@ def trained(name, mesh, cases, dtype, on_dtensors, options):
     """The optimizer after some steps, some of them without some of the gradients."""
     params = []
     for number, shape, place, _ in cases:
-        start = 0.5 + drawn(number, shape, 0).to(dtype)
+        start = 0.5 + sixteenths(shape, number).to(dtype)
         params.append(torch.nn.Parameter(spread(start, mesh, place) if on_dtensors else start))
     optimizer = ours(name)(params, **FLAGS[name], **options)
     for step in range(1, STEPS + 1):
         for (number, shape, _, place), p in zip(cases, params, strict=True):
             p.grad = None
             if (number + step) % 5:
-                value = drawn(number, shape, step).to(dtype)
+                value = sixteenths(shape, 1000 * step + number).to(dtype)
                 p.grad = spread(value, mesh, place).to(dtype) if on_dtensors else value
         given = [p.grad for p in params]
         before = [None if g is None else whole(g) for g in given]
