@@ -43,7 +43,8 @@ _WINDOWED = dict(_GROUPED, head_dim=8, sliding_window=5)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, experts_implementation="eager")
 _COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
 
-# name: (class of the model, settings of its config); models that run on "sdpa"
+# name: (class of the model, settings of its config); models that run on "sdpa", one for each way in
+# which they call it
 MODELS = {
     "llama": ("LlamaForCausalLM", _GROUPED),
     "gpt2": (
@@ -51,16 +52,12 @@ MODELS = {
         dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     ),
     "mistral": ("MistralForCausalLM", dict(_GROUPED, sliding_window=5)),
-    "qwen3": ("Qwen3ForCausalLM", dict(_GROUPED, head_dim=8)),
-    "phi": ("PhiForCausalLM", _GROUPED),
-    "gpt_neox": ("GPTNeoXForCausalLM", _SMALL),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT),
     "deepseek_v32": (
         "DeepseekV32ForCausalLM",
         dict(_LATENT, index_topk=4, index_n_heads=2, index_head_dim=16),
     ),
     "bert": ("BertForMaskedLM", _SMALL),
-    "roberta": ("RobertaForMaskedLM", _SMALL),
     "t5": ("T5ForConditionalGeneration", _T5),
     "umt5": ("UMT5ForConditionalGeneration", _T5),
     "bart": ("BartForConditionalGeneration", _SEQ_TO_SEQ),
