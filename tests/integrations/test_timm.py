@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 import onepass
 from onepass import numerics
@@ -66,14 +68,12 @@ def test_muon_has_what_timms_has(fallback):
     """The same parameters by timm's rule, in timm's groups; a step works."""
     from timm.optim.muon import _is_suitable_for_muon
 
-    model = torch.nn.Sequential()
-    model.add_module("conv", torch.nn.Conv2d(3, 8, 3))
-    model.add_module("depthwise", torch.nn.Conv2d(8, 8, 3, groups=8))
-    model.add_module("pool", torch.nn.Flatten())
-    model.add_module("wide", torch.nn.Linear(8 * 4 * 4, 2))
-    model.add_module("hidden", torch.nn.Linear(2, 9))
-    model.add_module("mixer", torch.nn.Linear(9, 9))
-    model.add_module("head", torch.nn.Linear(9, 5))
+    layers = dict(
+        conv=nn.Conv2d(3, 8, 3), depthwise=nn.Conv2d(8, 8, 3, groups=8), pool=nn.Flatten(),
+        wide=nn.Linear(8 * 4 * 4, 2), hidden=nn.Linear(2, 9), mixer=nn.Linear(9, 9),
+        head=nn.Linear(9, 5),
+    )  # fmt: skip
+    model = nn.Sequential(OrderedDict(layers))
     settings = dict(lr=1e-2, weight_decay=0.1, fallback_list=fallback, eps=1e-5)
     optimizer = factory.create_optimizer_v2(model, opt="onepassmuon", ema_decay=0.9, **settings)
     assert type(optimizer) is onepass.optim.MuonWithAdamW
@@ -90,7 +90,7 @@ def test_muon_has_what_timms_has(fallback):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     assert not any(map(torch.equal, before, model.parameters()))
-    loose = [torch.nn.Parameter(torch.randn(8, 8))]
+    loose = [nn.Parameter(torch.randn(8, 8))]
     assert factory.create_optimizer_v2(loose, opt="onepassmuon").param_groups[0]["use_muon"]
 
 
