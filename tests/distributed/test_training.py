@@ -130,7 +130,9 @@ def body_of_sequences(steps, swapped):
 
 
 @STEPS
-@pytest.mark.parametrize("size, swapped", [(2, True), (4, False)])
+@pytest.mark.parametrize(
+    "size, swapped", [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
 def test_sequence_parallel_training(size, swapped, steps):
     """The norms of a swapped model get DTensors, of which each process computes its part. Other
     optimizers: test_placements."""
