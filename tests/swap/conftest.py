@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onepass._policy import small_calls
-from onepass.swapping import matchers, verify
+from onepass.swapping import matchers, plan, verify
 from tests.swap.linear_calls import SLOW, set_facts
 
 BOUNDS = {  # a fixture of all tests removes them
@@ -46,3 +46,10 @@ def judged(request, monkeypatch):
     if request.param == "rounding":
         monkeypatch.setattr(verify, "_room_for_double", lambda model: False)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def probed_once():
+    """Other libraries' norms and blocks are proven once per file, where the proof is not tested."""
+    with plan.verdicts_shared():
+        yield

@@ -56,7 +56,7 @@ class LayerNormOverridden(nn.LayerNorm):
         return super().forward(input).to(input.dtype)
 
 
-# Norms that are refused, each with words of the reason.
+# Norms that are refused, each with words of the reason; test_norms.py has those of transformers.
 
 
 class RMSWithBias(Weighted):
@@ -83,11 +83,6 @@ class OtherEps(Weighted):
 
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * self.weight
-
-
-class L1(Weighted):
-    def forward(self, x):
-        return x / (x.abs().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class Max(Weighted):
@@ -148,27 +143,6 @@ class OtherInEval(Weighted):
         return x * self.rstd(x) * self.weight * (1.0 if self.training else 0.5)
 
 
-class RunningBuffer(Weighted):
-    def __init__(self, cols):
-        super().__init__(cols)
-        self.register_buffer("running", torch.ones(1))
-
-    def forward(self, x):
-        return x * self.rstd(x) * self.weight * self.running
-
-
-class RunningAttribute(Weighted):
-    """A running statistic in a Python number."""
-
-    def __init__(self, cols):
-        super().__init__(cols)
-        self.running = 1.0
-
-    def forward(self, x):
-        self.running = 0.9 * self.running + 0.1 * x.detach().pow(2).mean().item()
-        return x * self.running**-0.5 * self.weight
-
-
 class Counting(Weighted):
     """The right output, and a count that swapping would stop."""
 
@@ -220,32 +194,12 @@ class TwoWeightsNorm(Weighted):
         return x * self.rstd(x) * self.weight * self.gain
 
 
-class PerHeadNorm(Weighted):
+class Uncopyable(Weighted):
     def __init__(self, cols):
         super().__init__(cols)
-        self.weight = nn.Parameter(torch.ones(2, cols))
+        self.stream = (item for item in [])
 
-    def forward(self, x):
-        return x * self.rstd(x) * self.weight
-
-
-class NoEpsNorm(nn.Module):
-    def __init__(self, cols):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(cols))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class WeightlessNorm(nn.Module):
-    def __init__(self, cols):
-        super().__init__()
-        self.cols = cols
-        self.eps = 1e-6
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+    forward = RMS.forward
 
 
 class ReturnsTuple(Weighted):
@@ -256,12 +210,6 @@ class ReturnsTuple(Weighted):
 class InPlace(Weighted):
     def forward(self, x):
         return x.mul_(self.rstd(x)) * self.weight
-
-
-class ChannelsFirst(Weighted):
-    def forward(self, x):
-        x = x.permute(0, 2, 3, 1)
-        return (x * self.rstd(x) * self.weight).permute(0, 3, 1, 2)
 
 
 ACCEPTED = {
@@ -277,7 +225,6 @@ REFUSED = {
     EpsOutside: "differs from rms_norm for small inputs in float32",
     EpsAsFloor: "differs from rms_norm for small inputs in float32",
     OtherEps: "differs from rms_norm for unit inputs in float32",
-    L1: "is no RMS or layer norm",
     Max: "is no RMS or layer norm",
     Unbiased: "is no RMS or layer norm",
     WeightBefore: "is no RMS or layer norm",
@@ -287,18 +234,13 @@ REFUSED = {
     CoarseInBfloat16: "differs from rms_norm for unit inputs in bfloat16",
     NoisyInTraining: "draws random numbers in training",
     OtherInEval: "differs between training and eval",
-    RunningBuffer: "keeps buffers: running",
-    RunningAttribute: "keeps state: a call changes its attribute 'running'",
     Counting: "keeps state: a call changes its attribute 'calls'",
     HiddenState: "keeps state: two calls with the same input differ",
     TensorAttribute: "keeps a tensor in its attribute 'scale'",
     Gated: "its forward takes (x, gate=None), not exactly one tensor",
     AnyArguments: "its forward takes (*args), not exactly one tensor",
     TwoWeightsNorm: "has 2 parameters (weight, gain)",
-    PerHeadNorm: "its weight must have 1 dimension, got shape (2, ",
-    NoEpsNorm: "has no eps",
-    WeightlessNorm: "has no weight",
+    Uncopyable: "cannot be copied",
     ReturnsTuple: "returns tuple for an input of shape",
     InPlace: "fails on a 2-D float32 input",
-    ChannelsFirst: "fails on a 2-D float32 input",
 }

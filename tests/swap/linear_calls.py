@@ -29,12 +29,6 @@ def count(run) -> int:
     return sum(call["kernel"] in ("linear_kernel", "linear_few_rows_kernel") for call in calls)
 
 
-def attentions(run) -> int:
-    with _dispatch_log.record() as calls:
-        run()
-    return sum(call["op"].startswith("attention") for call in calls)
-
-
 class Block(nn.Module):
     """Holds the module and never calls F.linear itself."""
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from tests.swap.foreign_linear import Plain
 from tests.swap.foreign_norms import RMS, GammaBeta, LayerNormOverridden
-from tests.swap.small_models import adaptive
+from tests.swap.small_models import adaptive, conv1d
 from tests.swap.test_mlp import WIDTH, Llamas
 
 COLS = 8
@@ -53,6 +50,14 @@ def turned(x: Tensor) -> Tensor:
     return x.permute(*range(x.dim() - 1, -1, -1))
 
 
+def of_dtype(dtype: torch.dtype, wanted: bool = False) -> Callable:
+    return lambda s, _: torch.randn(s).mul(3).to(dtype).requires_grad_(wanted)
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.complex64, torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
 INPUTS: dict[str, Callable] = {
     "usual": lambda s, d: torch.randn(s).to(d),
     "with a gradient": lambda s, d: torch.randn(s).to(d).requires_grad_(),
@@ -94,25 +99,11 @@ INPUTS: dict[str, Callable] = {
     "channels last, one sample": lambda s, d: (
         torch.randn(1, *s[2:], s[1]).to(d).movedim(-1, 1).requires_grad_()
     ),
+    **{str(dtype).rpartition(".")[2]: of_dtype(dtype) for dtype in DTYPES},
     **{
-        str(dtype).rpartition(".")[2]: lambda s, d, dtype=dtype: torch.randn(s).mul(3).to(dtype)
-        for dtype in (
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.complex64,
-            torch.int64,
-            torch.int32,
-            torch.uint8,
-            torch.bool,
-        )
+        f"{str(dtype).rpartition('.')[2]} with a gradient": of_dtype(dtype, wanted=True)
+        for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.complex64)
     },
-    "float64 with a gradient": lambda s, d: torch.randn(s).double().requires_grad_(),
-    "float16 with a gradient": lambda s, d: torch.randn(s).half().requires_grad_(),
-    "bfloat16 with a gradient": lambda s, d: torch.randn(s).bfloat16().requires_grad_(),
-    "complex with a gradient": lambda s, d: torch.randn(s, dtype=torch.cfloat).requires_grad_(),
     "conjugate": lambda s, d: torch.randn(s, dtype=torch.cfloat).conj(),
     "negative view": lambda s, d: torch._neg_view(torch.randn(s).to(d)),
     "meta": lambda s, d: torch.randn(s, device="meta", dtype=d),
@@ -138,15 +129,6 @@ SIGNATURES: dict[str, Callable] = {
     "twice": lambda x: ([x, x], {}),
     "by position and name": lambda x: ([x], {"input": x}),
     "nothing given": lambda x: ([], {}),
-}
-
-CONTEXTS: dict[str, Callable] = {
-    "": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast bfloat16": functools.partial(torch.autocast, "cpu", torch.bfloat16),
-    "autocast float16": functools.partial(torch.autocast, "cpu", torch.float16),
-    "autocast off": functools.partial(torch.autocast, "cpu", enabled=False),
 }
 
 _A_TENSOR = torch.tensor(1e-3)
@@ -217,51 +199,47 @@ def set_plain(name: str) -> Callable:
     return change
 
 
+def delete(name: str) -> Callable:
+    return lambda part: delattr(part, name)
+
+
+def freeze(name: str) -> Callable:
+    return lambda part: getattr(part, name).requires_grad_(False)
+
+
 def on_part(name: str, change: Callable) -> Callable:
     return lambda module: change(module.get_submodule(name))
 
 
+def keyed(*values) -> dict:
+    return {str(value): value for value in values}
+
+
+ATTRIBUTES = {
+    **dict.fromkeys(("label_smoothing", "eps", "p"), NUMBERS),
+    "reduction": keyed("none", "sum", "x", None, 1),
+    "ignore_index": keyed(0, 3, -1, 1.0, None, 10**30, torch.tensor(2)),
+    "normalized_shape": keyed(
+        8, (8,), [8], (4, 8), (8.0,), 8.0, (), (9,), (0,), (-1,), None, "8", (1, 8)
+    ),
+    "num_groups": keyed(1, 3, 8, 0, -1, 2.0, 2.5, True, None, "2", 16, torch.tensor(2)),
+    "inplace": keyed(True, 1, 0, None, "x", []),
+    "training": keyed(False, 1, 0, None, "x", torch.tensor(True)),
+}
 CHANGES = {
     **{
-        f"label_smoothing: {key}": set_number("label_smoothing", value)
-        for key, value in NUMBERS.items()
+        f"{name}: {key}": set_number(name, value)
+        for name, values in ATTRIBUTES.items()
+        for key, value in values.items()
     },
-    **{
-        f"reduction: {value}": set_number("reduction", value)
-        for value in ("none", "sum", "x", None, 1)
-    },
-    **{
-        f"ignore_index: {value}": set_number("ignore_index", value)
-        for value in (0, 3, -1, 1.0, None, 10**30, torch.tensor(2))
-    },
-    **{f"eps: {key}": set_number("eps", value) for key, value in NUMBERS.items()},
-    **{f"p: {key}": set_number("p", value) for key, value in NUMBERS.items()},
     **{
         f"{name}: {key}": set_tensor(name, make)
         for name in ("weight", "bias")
         for key, make in TENSORS.items()
     },
     **{f"{name}: a tensor": set_plain(name) for name in ("weight", "bias")},
-    **{f"no {name}": lambda part, name=name: delattr(part, name) for name in ("weight", "bias")},
-    **{
-        f"{name} without a gradient": lambda part, name=name: getattr(part, name).requires_grad_(
-            False
-        )
-        for name in ("weight", "bias")
-    },
-    **{
-        f"normalized_shape: {shape}": set_number("normalized_shape", shape)
-        for shape in (8, (8,), [8], (4, 8), (8.0,), 8.0, (), (9,), (0,), (-1,), None, "8", (1, 8))
-    },
-    **{
-        f"num_groups: {groups}": set_number("num_groups", groups)
-        for groups in (1, 3, 8, 0, -1, 2.0, 2.5, True, None, "2", 16, torch.tensor(2))
-    },
-    **{f"inplace: {value}": set_number("inplace", value) for value in (True, 1, 0, None, "x", [])},
-    **{
-        f"training: {value}": set_number("training", value)
-        for value in (False, 1, 0, None, "x", torch.tensor(True))
-    },
+    **{f"no {name}": delete(name) for name in ("weight", "bias")},
+    **{f"{name} without a gradient": freeze(name) for name in ("weight", "bias")},
     "in eval mode": lambda part: part.eval(),
     "in float64": lambda part: part.double(),
     "in bfloat16": lambda part: part.bfloat16(),
@@ -279,24 +257,13 @@ WITH_CONTEXTS = (
     "float64",
     "float16 with a gradient",
     "bfloat16 with a gradient",
-    "complex with a gradient",
+    "complex64 with a gradient",
     "int64",
     "made in inference mode",
     "channels last",
     "every second column",
     "wrong columns",
 )
-
-
-class CallsLinear(nn.Module):
-    """Calls F.linear with its own weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.zeros(6, COLS)), nn.Parameter(torch.zeros(6))
-
-    def forward(self, input):
-        return F.linear(input, self.weight, self.bias)
 
 
 class Conditioned(nn.Module):
@@ -334,11 +301,6 @@ class WithLoss(nn.Module):
         return self.loss(input, torch.arange(input.shape[0]))
 
 
-def conv1d() -> nn.Module:
-    utils = pytest.importorskip("transformers.pytorch_utils", reason="the layer of GPT-2")
-    return utils.Conv1D(6, COLS)
-
-
 ROWS = (3, 4, COLS)
 IMAGE = (3, COLS, 4, 5)
 MODULES = {
@@ -372,8 +334,8 @@ MODULES = {
     "Linear": Odd(lambda: nn.Linear(COLS, 6), ROWS),
     "Linear without bias": Odd(lambda: nn.Linear(COLS, 6, bias=False), ROWS),
     "Linear in bfloat16": Odd(lambda: nn.Linear(COLS, 6).bfloat16(), ROWS, torch.bfloat16),
-    "F.linear": Odd(CallsLinear, ROWS),
-    "Conv1D": Odd(conv1d, ROWS),
+    "F.linear": Odd(lambda: Plain(COLS), ROWS),
+    "Conv1D": Odd(conv1d, (3, 4, 16)),
     "CrossEntropyLoss": Odd(WithLoss, (6, COLS), part="loss"),
     "adaptive norm": Odd(Conditioned, (3, 4, 64), part="norm.norm"),
     "attention by hand": Odd(ByHand, ROWS, part="qkv"),

@@ -11,10 +11,8 @@ from torch import nn
 
 import onepass
 from onepass import _dispatch_log, numerics
-from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
-LEAST = small_calls.LEAST_GROUP_NORM, small_calls.LEAST_ACTIVATED  # a fixture removes them
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OP = "group_norm"
 
@@ -189,30 +187,6 @@ def test_a_group_of_one_element_is_refused_as_by_torch():
         assert onepass.swap(model, kinds="norm").swapped
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
             model(x)
-
-
-# ---- sizes, torch --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("silu", [True, False])
-def test_the_bounds(silu, dtype, training, one_thread, monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_GROUP_NORM", LEAST[0])
-    monkeypatch.setattr(small_calls, "LEAST_ACTIVATED", LEAST[1])
-    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU() if silu else nn.ReLU()).to(dtype)
-    report = onepass.swap(model, kinds="norm")
-    if dtype is F32 and not silu:
-        assert not report.swapped
-        return
-    assert any("group norms with silu" in note for note in report.notes)
-    least = LEAST[silu][dtype][not training]
-    for columns, ours in ((least // 8, True), (least // 8 - 1, False)):
-        x = torch.randn(1, 8, columns, dtype=dtype)
-        with torch.set_grad_enabled(training):
-            kernels = [call["kernel"] for call in onepass.explain(model, x).calls]
-        assert (kernels == ["group_norm_forward_kernel"]) is ours, kernels
-        assert ours or kernels == ["torch.nn.functional.group_norm"]
 
 
 def test_traced_by_fx_the_parts_are_seen():

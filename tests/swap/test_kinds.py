@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass import _dispatch_log, numerics
+from onepass.swapping import plan
 from onepass.swapping.reasons import Reason
 from tests.swap import (
     attention_by_hand,
@@ -31,7 +32,7 @@ from tests.swap import (
 from tests.swap.reported import names, types
 from tests.swap.test_group_norms import net
 
-pytestmark = pytest.mark.usefixtures("slow_products", "every_loss_gains")
+pytestmark = pytest.mark.usefixtures("slow_products", "every_loss_gains", "probed_once")
 
 BF16 = torch.bfloat16
 DRAWS = 5  # judged together: one draw of stock's error is not enough
@@ -78,8 +79,9 @@ def conditioned(*sizes: int) -> Callable:
     return lambda rows: (torch.randn(rows, *sizes), torch.randn(rows, 64))
 
 
-def norm(make: Callable, to: str) -> Case:
-    return Case(make, of(7, 16), "norm", to, "rms_norm" if "rms" in to.lower() else "layer_norm")
+def norm(make: Callable, to: str, dtype=torch.float32) -> Case:
+    op = "rms_norm" if "rms" in to.lower() else "layer_norm"
+    return Case(lambda: make().to(dtype), of(7, 16, dtype=dtype), "norm", to, op)
 
 
 def linear(make: Callable, to: str = "onepass.nn.Linear", dtype=torch.float32, **more) -> Case:
@@ -152,6 +154,7 @@ CASES = {
         for cls, to in foreign_norms.ACCEPTED.items()
         if cls is not foreign_norms.OnePlusRMS  # which computes in float32, and is no reference
     },
+    "RMS in bfloat16": norm(lambda: foreign_norms.RMS(16), "onepass rms_norm", BF16),
     "eps in its forward": norm(lambda: test_norm_constants.LayerNorm(16), "onepass layer_norm"),
     "GroupNorm": group_norm(nn.GroupNorm, BF16),
     "subclass of GroupNorm": group_norm(GroupNormOfRelu, torch.float16),
@@ -371,7 +374,8 @@ def test_transforms(name):
 def test_on_meta_and_loaded_later(name):
     case, model, stock = of_case(name)
     late = Held(case.make()).to("meta")
-    assert names(onepass.swap(late, kinds=case.kind).swapped) == set(case.names)
+    with plan.verdicts_shared():  # proven anew
+        assert names(onepass.swap(late, kinds=case.kind).swapped) == set(case.names)
     inputs = case.inputs(3)
     y = late(*(x.to("meta") for x in inputs))
     assert y.is_meta and y.shape == model(*inputs).shape
@@ -386,7 +390,7 @@ def test_torchs_default_device_changes_nothing(name):
     """Where swap tries modules on small tensors of its own."""
     case, model, stock = of_case(name)
     inputs = case.inputs(3)
-    with torch.device("meta"):
+    with torch.device("meta"), plan.verdicts_shared():
         report = onepass.swap(stock, kinds=case.kind, strict=True)
         assert report.verify(*inputs).ok
     assert types(stock) == types(model)

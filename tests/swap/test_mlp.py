@@ -9,11 +9,9 @@ from torch.nn import functional as F
 
 import onepass
 from onepass import _dispatch_log
-from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
 
 WIDTH, HIDDEN = 12, 20
-LEAST = dict(small_calls.LEAST_GATE)
 
 
 def swap(model: nn.Module, **options) -> onepass.Report:
@@ -192,31 +190,3 @@ def test_hooks_of_the_activation_keep_the_block():
     model.act_fn.register_forward_hook(lambda *_: None)
     (entry,) = swap(model).skipped
     assert entry["reason"].kind is Reason.HOOKS
-
-
-def test_small_calls_are_torchs(monkeypatch):
-    monkeypatch.setattr(small_calls, "LEAST_GATE", LEAST)
-    torch.set_num_threads(1)
-    model, rows = Llamas(), LEAST[torch.float32][0] // HIDDEN
-    report = swap(model)
-    assert any("feed-forward" in note for note in report.notes)
-    assert count(lambda: model(torch.randn(rows + 1, WIDTH)))
-    assert not count(lambda: model(torch.randn(rows, WIDTH)))
-
-
-@pytest.mark.parametrize("name", ["Gemma2", "Phi3"])
-def test_models_of_transformers(name):
-    transformers = pytest.importorskip("transformers", reason="its models are swapped")
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=50)
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, pad_token_id=0)
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    tokens = torch.randint(50, (2, 9))
-    report = swap(model, strict=True)
-    assert [entry["name"] for entry in report.swapped] == [
-        "model.layers.0.mlp",
-        "model.layers.1.mlp",
-    ]
-    assert count(lambda: model(tokens)) == 2
-    assert report.verify(tokens).ok

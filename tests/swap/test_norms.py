@@ -11,12 +11,9 @@ import torch
 from torch import nn
 
 import onepass
-from onepass import numerics
-from onepass.reference import norm as reference
 from onepass.swapping import plan
 from onepass.swapping import probe as probing
 from tests.swap import foreign_norms
-from tests.swap.same_model import assert_computes_the_same
 
 
 @pytest.fixture(autouse=True)
@@ -99,23 +96,6 @@ def test_real_norms_refused(module, name, arguments, reason):
     assert reason in entry["reason"] and type(norm) is before
 
 
-def test_models_that_use_torch_norms_need_no_probe():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPTNeoXConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    report = onepass.swap(transformers.GPTNeoXForCausalLM(config), probe=False)
-    norms = [entry for entry in report.swapped if entry["kind"] == "norm"]
-    assert len(norms) == 3 and {entry["to"] for entry in norms} == {"onepass.nn.LayerNorm"}
-
-
-@pytest.mark.parametrize("cls", foreign_norms.ACCEPTED, ids=lambda cls: cls.__name__)
-def test_own_norms_accepted(cls):
-    (entry,) = onepass.swap(cls(COLS)).swapped
-    assert entry["to"] == foreign_norms.ACCEPTED[cls]
-
-
 @pytest.mark.parametrize("cls", foreign_norms.REFUSED, ids=lambda cls: cls.__name__)
 def test_own_norms_refused(cls):
     norm = cls(COLS)
@@ -127,7 +107,7 @@ def test_own_norms_refused(cls):
 
 @pytest.mark.parametrize(
     "cols",
-    [2, 33, 2048, *(pytest.param(cols, marks=pytest.mark.slow) for cols in (3, 8, 100, 768))],
+    [2, 2048, *(pytest.param(cols, marks=pytest.mark.slow) for cols in (3, 8, 33, 100, 768))],
 )
 def test_verdict_does_not_depend_on_the_width(cols):
     (entry,) = onepass.swap(foreign_norms.RMS(cols)).swapped
@@ -210,19 +190,6 @@ def test_a_less_accurate_onepass_is_refused(monkeypatch):
     assert entry["reason"].startswith("onepass would be less accurate for unit inputs in float32")
 
 
-class Uncopyable(foreign_norms.Weighted):
-    def __init__(self, cols):
-        super().__init__(cols)
-        self.stream = (item for item in [])
-
-    forward = foreign_norms.RMS.forward
-
-
-def test_what_cannot_be_copied_is_refused():
-    (entry,) = onepass.swap(Uncopyable(COLS)).skipped
-    assert entry["reason"].startswith("cannot be copied")
-
-
 class Registered(foreign_norms.RMS):
     subclasses: list[type] = []
 
@@ -293,77 +260,9 @@ def test_autocast_dtype_is_asked_of_the_original():
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("module", "name", "rms", "offset"),
-    [
-        ("llama", "LlamaRMSNorm", True, 0.0),
-        ("gemma", "GemmaRMSNorm", True, 1.0),
-        ("deberta", "DebertaLayerNorm", False, 0.0),
-        ("nemotron", "NemotronLayerNorm1P", False, 1.0),
-    ],
-)
-def test_values_and_gradients_hold_the_rule(module, name, rms, offset, dtype):
-    norm = real(module, name)(COLS).to(dtype)
-    eps = getattr(norm, "variance_epsilon", None) or norm.eps
-    parameters = dict(norm.named_parameters())
-
-    def draw():
-        tensors = [torch.randn(64, COLS), *(torch.randn(COLS) for _ in parameters)]
-        return [tensor.to(dtype) for tensor in tensors], torch.randn(64, COLS).to(dtype)
-
-    def run(function, tensors, dy):
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-        y = function(*leaves)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    def call(x, *values):
-        named = dict(zip(parameters, values, strict=True))
-        return torch.func.functional_call(norm, named, (x,))
-
-    def formula(x, weight, bias=None):
-        if rms:
-            return reference.rms_norm(x, (COLS,), weight, eps, weight_offset=offset)
-        return reference.layer_norm(x, (COLS,), weight + offset, bias, eps)
-
-    draws = [draw() for _ in range(8)]  # pooled: the numbers of one gradient say little
-    base = [run(call, *drawn) for drawn in draws]
-    onepass.swap(norm)
-    with onepass._dispatch_log.record() as calls:
-        ours = [run(call, *drawn) for drawn in draws]
-    assert len(calls) == 2 * len(draws)
-    ref = [run(formula, [tensor.double() for tensor in x], dy.double()) for x, dy in draws]
-    for index in range(2 + len(parameters)):
-        pooled = ([results[index] for results in runs] for runs in (ours, ref, base))
-        numerics.assert_close(*pooled, case=f"{name} {dtype} {index}")
-
-
 def test_dtypes_that_were_not_proven_run_the_original():
     norm = real("llama", "LlamaRMSNorm")(COLS).double()
     x = torch.randn(4, COLS, dtype=torch.float64)
     expected = norm(x)
     onepass.swap(norm)
     assert torch.equal(norm(x), expected)
-
-
-def test_forward_takes_its_argument_by_name_and_no_other():
-    norm = foreign_norms.GammaBeta(COLS)
-    onepass.swap(norm)
-    x = torch.randn(3, COLS)
-    assert torch.equal(norm(features=x), norm(x))
-    for arguments in ({"x": x}, {}):
-        with pytest.raises(TypeError):
-            norm(**arguments)
-    with pytest.raises(TypeError):
-        norm(x, features=x)
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RmsNorm", "LayerNorm2d", "RmsNorm2d"])
-def test_timm_norms_compute_the_same_whatever_the_verdict(name):
-    layers = pytest.importorskip("timm.layers", exc_type=ImportError)
-    norm = getattr(layers, name)(COLS).eval()
-    x = torch.randn(2, COLS, 3, 3) if name.endswith("2d") else torch.randn(2, 3, COLS)
-    stock = copy.deepcopy(norm)
-    report = onepass.swap(norm)
-    assert len(report.swapped) + len(report.skipped) == 1
-    assert_computes_the_same(norm, stock, x)

@@ -26,6 +26,8 @@ from tests.swap import linear_calls, odd_attention
 from tests.swap.odd_attention import EMBED, HEADS, LAYERS, MHA
 from tests.swap.odd_modules import MODULES, WITH_CONTEXTS, Case, cases
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 CONTEXTS: dict[str, Callable] = {
     "": contextlib.nullcontext,
     "inference_mode": torch.inference_mode,

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import onepass
 from tests.swap import test_kinds
-from tests.swap.foreign_linear import OwnAttention, TiedHead
+from tests.swap.foreign_linear import OwnAttention, Plain, TiedHead
 from tests.swap.small_models import CONFIG, adaptive, resnet
 from tests.swap.test_mlp import Llamas
 
@@ -31,15 +31,6 @@ class Ran(Exception):
 class TiedHeadWithLoss(TiedHead):
     def forward(self, ids):
         return F.cross_entropy(super().forward(ids).flatten(0, 1), ids.flatten())
-
-
-class CallsLinear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return F.linear(x, self.weight)
 
 
 MODELS = {
@@ -100,14 +91,6 @@ def test_parametrizations_do_not_run(make):
     assert not Noise.ran
 
 
-def test_buffers_of_spectral_norm_stay():
-    layers = nn.Linear(8, 8), nn.Linear(8, 8).half(), nn.Linear(8, 8).bfloat16()
-    model = nn.ModuleList([parametrizations.spectral_norm(layer.float()) for layer in layers])
-    before = state_of(model)
-    report = onepass.swap(model.train())
-    assert same(before, state_of(model)) and not report.swapped
-
-
 class WithProperties:
     """Properties of names that are looked for in modules of any class."""
 
@@ -132,7 +115,7 @@ def test_attributes_are_not_computed(mixin):
         def forward(self, x):
             return x
 
-    class OwnCalls(mixin, CallsLinear):
+    class OwnCalls(mixin, Plain):
         pass
 
     class OwnLinear(mixin, nn.Module):
@@ -153,22 +136,19 @@ def test_attributes_are_not_computed(mixin):
         onepass.swap(model, **options)
 
 
-class OwnWeight(nn.Linear):
-    """A linear layer that computes its weight."""
-
-    reads = 0
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.given = nn.Parameter(self._parameters.pop("weight").detach())
-
-    @property
-    def weight(self):
-        type(self).reads += 1
-        return 2 * self.given
-
-
 def test_a_weight_that_is_a_property_is_read_in_calls_alone():
+    class OwnWeight(nn.Linear):
+        reads = 0
+
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.given = nn.Parameter(self._parameters.pop("weight").detach())
+
+        @property
+        def weight(self):
+            type(self).reads += 1
+            return 2 * self.given
+
     OwnWeight.reads, model, x = 0, OwnWeight(8, 8), torch.randn(3, 8)
     assert onepass.swap(model).swapped and not OwnWeight.reads
     torch.testing.assert_close(model(x), F.linear(x, 2 * model.given, model.bias))

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.ao.nn.qat  # its classes are among those looked at
 from torch import nn
-from torch.nn import functional as F
 
 import onepass
 from onepass import _stock
 from onepass.swapping import classes
 from tests.support import fresh
+from tests.swap.foreign_linear import OwnAttention, Plain
 from tests.swap.small_models import CONFIG, adaptive, resnet, transformers
-from tests.swap.test_only_reads import CallsLinear
+from tests.swap.test_mlp import Llamas
 
 pytorch_utils, llama = transformers.pytorch_utils, transformers.models.llama.modeling_llama
 
@@ -40,16 +40,6 @@ def activated():
     return nn.Sequential(nn.GroupNorm(4, 64), nn.SiLU())
 
 
-class Gated(nn.Module):
-    def __init__(self, activation):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.activation = activation
-
-    def forward(self, x):
-        return self.down(self.activation(self.gate(x)) * self.up(x))
-
-
 # The class, a model that holds a module of it, and the kind that would swap it.
 ENCODER, DECODER = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
 CASES = {
@@ -59,8 +49,8 @@ CASES = {
     "GroupNorm, then SiLU": (nn.GroupNorm, activated, "norm"),
     "SiLU": (nn.SiLU, activated, "norm"),
     "Sequential": (nn.Sequential, activated, "norm"),
-    "SiLU of a block": (nn.SiLU, lambda: Gated(nn.SiLU()), "mlp"),
-    "GELU of a block": (nn.GELU, lambda: Gated(nn.GELU()), "mlp"),
+    "SiLU of a block": (nn.SiLU, lambda: Llamas(nn.SiLU()), "mlp"),
+    "GELU of a block": (nn.GELU, lambda: Llamas(nn.GELU()), "mlp"),
     "Dropout": (nn.Dropout, lambda: nn.Dropout(0.5), "dropout"),
     "Linear": (nn.Linear, lambda: nn.Linear(8, 8), "linear"),
     "Conv1D": (pytorch_utils.Conv1D, lambda: pytorch_utils.Conv1D(8, 8), "linear"),
@@ -71,7 +61,7 @@ CASES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("linear_layers_gain")
+pytestmark = pytest.mark.usefixtures("linear_layers_gain", "probed_once")
 
 
 def forwards(model):
@@ -98,25 +88,25 @@ def test_a_replaced_forward_stays(cls, make, kind, of, monkeypatch):
     assert any("is replaced" in entry["reason"] for entry in report.skipped)
 
 
-def test_a_part_of_an_encoder_layer(monkeypatch):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation=nn.GELU())
-    ours = onepass.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation=nn.GELU())
+@pytest.mark.parametrize("cls", [nn.Linear, nn.GELU])
+def test_a_part_of_an_encoder_layer(cls, monkeypatch):
+    layer, ours = (
+        kind(8, 2, 16, dropout=0.0, activation=nn.GELU())
+        for kind in (ENCODER, onepass.nn.TransformerEncoderLayer)
+    )
     ours.load_state_dict(layer.state_dict())
-    for cls in (nn.Linear, nn.GELU):
-        with monkeypatch.context() as patched:
-            patched.setattr(cls, "forward", wrapped(cls))
-            x = torch.randn(5, 3, 8)
-            expected = layer(x)
-            with onepass.swapped(layer):
-                torch.testing.assert_close(layer(x), expected)
-            torch.testing.assert_close(ours(x), expected)
+    monkeypatch.setattr(cls, "forward", wrapped(cls))
+    x = torch.randn(5, 3, 8)
+    expected = layer(x)
+    torch.testing.assert_close(ours(x), expected)
+    onepass.swap(layer)
+    torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.parametrize("name", ["_sa_block", "_ff_block"])
 def test_a_block_of_an_encoder_layer(name, monkeypatch):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-    monkeypatch.setattr(nn.TransformerEncoderLayer, name, wrapped(nn.TransformerEncoderLayer, name))
-    x = torch.randn(5, 3, 8)
+    layer, x = ENCODER(8, 2, 16, dropout=0.0), torch.randn(5, 3, 8)
+    monkeypatch.setattr(ENCODER, name, wrapped(ENCODER, name))
     expected = layer(x)
     report = onepass.swap(layer)
     assert ("" in {entry["name"] for entry in report.swapped}) == (name == "_ff_block")
@@ -125,10 +115,10 @@ def test_a_block_of_an_encoder_layer(name, monkeypatch):
 
 def test_a_class_of_the_users_own_between_two_swaps(monkeypatch):
     """The forward in force is the one whose calls are redirected."""
-    first, second = CallsLinear(), CallsLinear()
+    first, second = Plain(), Plain()
     onepass.swap(first, kinds="linear")
-    monkeypatch.setattr(CallsLinear, "forward", wrapped(CallsLinear))
-    x = torch.randn(9, 8)
+    monkeypatch.setattr(Plain, "forward", wrapped(Plain))
+    x = torch.randn(9, 16)
     expected = second(x)
     onepass.swap(second, kinds="linear")
     assert isinstance(second, classes.Calls)
@@ -193,16 +183,6 @@ def test_replaced_code_is_known(monkeypatch):
 # ---- wrapped on the instance after a swap --------------------------------------------------------
 
 
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(64, 64)
-
-    def forward(self, x):
-        query = self.project(x).view(2, -1, 4, 16).transpose(1, 2)
-        return F.scaled_dot_product_attention(query, query, query)
-
-
 def x(*shape):
     return torch.randn(shape)
 
@@ -222,7 +202,7 @@ MODELS = {
     "loss": (nn.CrossEntropyLoss, lambda: (x(2000, 64), torch.randint(64, (2000,)))),
     "attention": (lambda: nn.MultiheadAttention(64, 4), lambda: (x(9, 2, 64),) * 3),
     "layer": (lambda: nn.TransformerEncoderLayer(64, 4, dropout=0.0), lambda: (x(9, 2, 64),)),
-    "calls": (Attending, lambda: (x(2, 300, 64),)),
+    "calls": (OwnAttention, lambda: (x(2, 300, 16),)),
     "model": (
         lambda: transformers.LlamaForCausalLM(CONFIG),
         lambda: (torch.randint(256, (2, 64)),),

@@ -18,6 +18,8 @@ from onepass.swapping.texts import first_clause
 from tests.swap.foreign_norms import RMS
 from tests.swap.test_swap import Model
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 
 def test_report_is_not_a_model():
     hint = re.escape("swap changes the model in place; drop the assignment")
@@ -87,7 +89,6 @@ def test_at_most_five_lines_of_notes_are_printed(monkeypatch):
     shown = str(found).splitlines()
     assert shown[-6] == "notes (print(report.details()) has all of them)"
     assert shown[-5:] == [f"  - point {number}" for number in range(5)]
-    assert "point 5" not in found._repr_html_().partition("<details>")[0]
     for text in (found.details(), found._repr_html_()):
         assert all(note in text for note in found.notes)
     found.notes = ["a point"]
@@ -97,8 +98,6 @@ def test_at_most_five_lines_of_notes_are_printed(monkeypatch):
     lines = str(found).splitlines()
     assert lines[-6].startswith("notes")
     assert lines[-1].endswith("...") and max(map(len, lines)) <= 60
-    found.notes = [" ".join(["long"] * 40)]
-    assert "report.details()" in str(found) and len(str(found).splitlines()[-1]) <= 60
 
 
 def test_the_point_of_a_note_fits_into_a_line():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -13,9 +17,9 @@ from onepass import _dispatch_log
 from onepass._policy import small_calls
 from tests.swap.conftest import BOUNDS
 from tests.swap.foreign_norms import LayerNormOverridden
+from tests.swap.test_mlp import HIDDEN, WIDTH, Llamas
 
-LEAST, LEAST_ATTENTION, LEAST_LINEAR = BOUNDS.values()
-TRAINING, INFERENCE = LEAST[torch.float32]
+LEAST_LINEAR = BOUNDS["LEAST_LINEAR"]
 
 
 pytestmark = pytest.mark.usefixtures("users_bounds", "one_thread")
@@ -37,33 +41,69 @@ def kernel_of(module, *args) -> str:
     return call["kernel"]
 
 
-def ours(module, rows: int, dtype=torch.float32, training: bool = True) -> bool:
-    cols = module.weight.shape[0]
+class Kind(NamedTuple):
+    make: Callable[[], nn.Module]
+    input: Callable[[int], torch.Tensor]  # of so many rows
+    row: int  # what a row adds to the number that is compared with the bound
+    bound: str
+    kind: str
+    note: str
+
+
+KINDS = {
+    "layer norm": Kind(
+        lambda: nn.LayerNorm(256), lambda rows: torch.randn(rows, 256), 256, "LEAST_NORM", "norm",
+        "torch's own kernel",
+    ),
+    "another layer norm": Kind(
+        lambda: LayerNormOverridden(256), lambda rows: torch.randn(rows, 256), 256, "LEAST_NORM",
+        "norm", "torch's own kernel",
+    ),
+    "group norm": Kind(
+        lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU()), lambda rows: torch.randn(1, 8, rows),
+        8, "LEAST_GROUP_NORM", "norm", "group norms with silu",
+    ),
+    "group norm, silu": Kind(
+        lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), lambda rows: torch.randn(1, 8, rows),
+        8, "LEAST_ACTIVATED", "norm", "group norms with silu",
+    ),
+    "gate": Kind(
+        Llamas, lambda rows: torch.randn(rows, WIDTH), HIDDEN, "LEAST_GATE", "mlp", "feed-forward"
+    ),
+    "attention": Kind(
+        Attention, lambda rows: torch.randn(rows, 64, 64), 64**3, "LEAST_ATTENTION", "attention",
+        "run their own forward",
+    ),
+}  # fmt: skip
+LEAST = {kind.bound: dict(getattr(small_calls, kind.bound)) for kind in KINDS.values()}
+
+
+def is_ours(module: nn.Module, x: torch.Tensor) -> bool:
+    with _dispatch_log.record() as calls:
+        module(x)
+    return any(call["level"] != _dispatch_log.TORCH for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("training", "threads", "dtype"),
+    [(True, 1, torch.float32), (False, 1, torch.float32), (True, 2, torch.bfloat16),
+     (False, 2, torch.bfloat16), (True, 2, torch.float32), (False, 2, torch.float32)],
+)  # fmt: skip
+@pytest.mark.parametrize("name", KINDS)
+def test_the_bound(name, dtype, training, threads, monkeypatch, torchs_products):
+    kind, bounds = KINDS[name], LEAST[KINDS[name].bound]
+    monkeypatch.setattr(small_calls, kind.bound, bounds)
+    torch.set_num_threads(threads)
+    module = kind.make().to(dtype).train(training)
+    report = onepass.swap(module, kinds=kind.kind)
+    assert bool(report.swapped) is (dtype in bounds)
+    if not report.swapped:  # as group norms alone in float32
+        return
+    assert any(kind.note in note for note in report.notes)
+    rows = math.ceil(threads * bounds[dtype][not training] / kind.row)
     with torch.set_grad_enabled(training):
-        kernel = kernel_of(module, torch.randn(rows, cols, dtype=dtype))
-    assert kernel in ("norm_forward_kernel", "torch.nn.functional.layer_norm"), kernel
-    return kernel == "norm_forward_kernel"
-
-
-@pytest.mark.parametrize("make", [nn.LayerNorm, LayerNormOverridden])
-def test_the_bound(make):
-    module = make(256)
-    report = onepass.swap(module)
-    assert report.swapped and any("torch's own kernel" in note for note in report.notes)
-    assert ours(module, TRAINING // 256) and not ours(module, TRAINING // 256 - 1)
-    assert ours(module, INFERENCE // 256, training=False)
-    assert not ours(module, INFERENCE // 256 - 1, training=False)
-
-
-def test_the_bound_of_16_bits_and_of_threads():
-    module = nn.LayerNorm(256)
-    onepass.swap(module)
-    rows = LEAST[torch.bfloat16][0] // 256
-    assert ours(module.bfloat16(), rows, torch.bfloat16)
-    assert not ours(module, rows - 1, torch.bfloat16)
-    torch.set_num_threads(2)
-    assert not ours(module, 2 * rows - 1, torch.bfloat16)
-    assert ours(module, 2 * rows, torch.bfloat16)
+        assert is_ours(module, kind.input(max(rows, 1)).to(dtype))
+        assert rows == 0 or not is_ours(module, kind.input(rows - 1).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +138,7 @@ def test_the_record_tells_it():
     assert "too small to gain" in call["reason"]
     assert _dispatch_log.line(call) == (
         "layer_norm (2 x 8, float32): torch.nn.functional.layer_norm, torch's own, 1 thread; "
-        f"too small to gain: fewer elements than {TRAINING}"
+        f"too small to gain: fewer elements than {LEAST['LEAST_NORM'][torch.float32][0]}"
     )
     module(torch.randn(2, 8))
     with _dispatch_log.record() as calls:
@@ -106,30 +146,17 @@ def test_the_record_tells_it():
     assert not calls  # nothing is kept while recording is off
 
 
-def test_the_bound_of_attention(torchs_products):
-    """Elements times tokens; one bound in training, whether gradients are wanted or not."""
+def test_the_bound_of_attention_in_training_holds_without_gradients_too(torchs_products):
+    """And in eval mode with gradients: a checkpoint computes without them first."""
     module = Attention()
-    assert any("run their own forward" in note for note in onepass.swap(module).notes)
-
-    def ours(batch: int, dtype=torch.float32) -> bool:
-        kernel = kernel_of(module.to(dtype), torch.randn(batch, 64, 64, dtype=dtype))
-        own = kernel == "torch.nn.functional.scaled_dot_product_attention"
-        assert own or kernel.startswith("attention_"), kernel
-        return not own
-
-    training, inference = (bound // 64**3 for bound in LEAST_ATTENTION[torch.float32])
-    for gradients in (True, False):
+    onepass.swap(module)
+    rows = LEAST["LEAST_ATTENTION"][torch.float32][0] // 64**3
+    for training, gradients in ((True, False), (False, True)):
         with torch.set_grad_enabled(gradients):
-            assert ours(training) and not ours(training - 1)
-    assert ours(1, torch.bfloat16)
-    module.eval()
-    assert ours(training) and not ours(training - 1)
-    with torch.no_grad():
-        assert ours(inference) and not ours(inference - 1)
-        torch.set_num_threads(2)
-        assert ours(2 * inference) and not ours(2 * inference - 1)
-        bound = LEAST_ATTENTION[torch.bfloat16][1] // 64**3
-        assert ours(2 * bound, torch.bfloat16) and not ours(2 * bound - 1, torch.bfloat16)
+            found = [
+                is_ours(module.train(training), torch.randn(n, 64, 64)) for n in (rows, rows - 1)
+            ]
+        assert found == [True, False]
 
 
 def test_attention_with_dropout_runs_ours_at_every_size(torchs_products):
@@ -145,7 +172,7 @@ def test_a_checkpoint_computes_the_same_again(reentrant, torchs_products):
     """Between the bounds of training and of inference, where a first pass has no gradients."""
     module = Attention().bfloat16()
     onepass.swap(module)
-    training, inference = (bound // 64**3 for bound in LEAST_ATTENTION[torch.bfloat16])
+    training, inference = (bound // 64**3 for bound in LEAST["LEAST_ATTENTION"][torch.bfloat16])
     assert training < inference
     x = torch.randn(inference - 1, 64, 64, dtype=torch.bfloat16, requires_grad=True)
     plain = torch.autograd.grad(module(x).sum(), x)[0]

@@ -1,4 +1,5 @@
-"""swap, unswap, swapped: changes in a model, unchanged parts, and the options."""
+"""swap, unswap, swapped: changes in a model, unchanged parts, the options, and modules that the
+user vouches for by force."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 import onepass
+from onepass.swapping import plan
 from tests.support import fresh
 from tests.swap.foreign_norms import RMS, Gated, Max, OnePlusRMS
 from tests.swap.reported import names, types
-from tests.swap.same_model import assert_computes_the_same
+
+pytestmark = pytest.mark.usefixtures("probed_once")
 
 
 class NamedLayerNorm(nn.LayerNorm):
@@ -54,20 +57,7 @@ NORMS = {f"layers.{i}.norm{j}" for i in (0, 1) for j in (1, 2, 3)} | {"final"}
 DROPOUTS = {"layers.0.drop", "layers.1.drop"}
 
 
-# ---------------------------------------------------------------- values
-
-
-def test_swapped_model_computes_the_same(torchs_products):
-    model, x = Model().eval(), torch.randn(3, 5, 16)
-    stock = copy.deepcopy(model)
-    report = onepass.swap(model)
-    assert names(report.swapped) == NORMS | DROPOUTS
-    assert not report.skipped and not report.unknown
-    assert report.verify(x).ok
-    assert_computes_the_same(model, stock, x)
-    with onepass._dispatch_log.record() as calls:
-        model(x)
-    assert sum("norm" in call["op"] for call in calls) == len(NORMS)
+# ---------------------------------------------------------------- unchanged parts
 
 
 def test_dropout_drops_and_keeps_its_inplace_flag():
@@ -79,9 +69,6 @@ def test_dropout_drops_and_keeps_its_inplace_flag():
     assert torch.equal(kept.unique(), torch.tensor([0.0, 1 / 0.75]))
     assert model[0](x) is x and (x == 0).any()
     assert model.eval()(x) is x
-
-
-# ---------------------------------------------------------------- unchanged parts
 
 
 def test_shared_modules_are_swapped_once_and_stay_shared(torchs_products):
@@ -101,7 +88,8 @@ def test_swap_leaves_random_state_and_gradients_alone(torchs_products):
     for module in model.modules():
         module.register_forward_pre_hook(lambda *_: hooked.append(1))
     state = torch.get_rng_state()
-    with torch.inference_mode():  # nor does the mode that holds outside matter
+    # Nor does the mode that holds outside matter. What is foreign is proven anew.
+    with torch.inference_mode(), plan.verdicts_shared():
         report = onepass.swap(model)
     assert names(report.swapped) == NORMS | DROPOUTS
     assert torch.equal(torch.get_rng_state(), state) and not hooked
@@ -166,8 +154,11 @@ def test_unswap_leaves_native_onepass_modules_alone():
     assert onepass.unswap(model) == ["1"] and type(model[0]) is onepass.nn.LayerNorm
 
 
-def test_context_manager_restores_also_after_exceptions():
+def test_context_manager_restores_what_was_there_before_it():
+    """Earlier swaps too, also after exceptions, and what was unswapped inside."""
     model = Model()
+    stock = types(model)
+    onepass.swap(model, kinds="dropout")
     before = types(model)
     with onepass.swapped(model, kinds="norm") as report:
         assert names(report.swapped) == NORMS and types(model) != before
@@ -176,18 +167,9 @@ def test_context_manager_restores_also_after_exceptions():
         assert types(model) != before
         raise KeyError
     assert types(model) == before
-
-
-def test_context_manager_leaves_earlier_swaps():
-    model = Model()
-    onepass.swap(model, kinds="dropout")
-    inside = types(model)
-    with onepass.swapped(model):
-        assert types(model) != inside
-    assert types(model) == inside
     with onepass.swapped(model):
         onepass.unswap(model)
-    assert types(model) == types(Model())
+    assert types(model) == stock
 
 
 # ---------------------------------------------------------------- options
@@ -219,39 +201,30 @@ def test_options_choose(options, expected, torchs_products):
     assert changed == expected
 
 
-def test_filter_fn_is_asked_last(torchs_products):
+def test_options_are_reasons_in_the_report_and_filter_fn_is_asked_last(torchs_products):
     asked = []
-    onepass.swap(
+    report = onepass.swap(
         Model(),
         include="layers.*",
-        exclude="*.norm1",
-        filter_fn=lambda module, name: asked.append(name),
-    )
-    assert set(asked) == (NORMS | DROPOUTS) - {"final", "layers.0.norm1", "layers.1.norm1"}
-
-
-def test_options_are_reasons_in_the_report():
-    report = onepass.swap(
-        Model(), include="layers.*", exclude="*.drop", filter_fn=lambda m, n: "norm1" not in n
+        exclude="*.drop",
+        filter_fn=lambda module, name: asked.append(name) or "norm1" not in name,
     )
     reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
     assert reasons["final"] == "not in include"
     assert reasons["layers.0.drop"] == "excluded by '*.drop'"
     assert reasons["layers.1.norm1"] == "filter_fn returned False"
+    assert set(asked) == NORMS - {"final"}
 
 
-def test_globs_see_every_name_of_a_shared_module():
+def test_globs_see_every_name_of_a_shared_module_and_are_noted_without_a_match():
     norm = nn.LayerNorm(8)
     model = nn.ModuleDict({"first": norm, "second": norm})
     assert names(onepass.swap(model, include="second").swapped) == {"first"}
     onepass.unswap(model)
-    assert not onepass.swap(model, exclude="second").swapped
-
-
-def test_globs_without_a_match_are_noted():
-    report = onepass.swap(Model(), exclude=["layer.*", "final"])
+    report = onepass.swap(model, exclude=["layer.*", "second"])
+    assert not report.swapped
     assert "exclude pattern 'layer.*' matches no module" in report.notes
-    assert not any("'final'" in note for note in report.notes)
+    assert not any("'second'" in note for note in report.notes)
 
 
 def test_dry_run_changes_nothing_and_says_the_same(torchs_products):
@@ -345,3 +318,113 @@ def test_parametrizing_after_the_swap_forbids_unswap():
     assert types(model) == before
     (entry,) = onepass.swap(model).skipped
     assert entry["name"] == "1" and entry["reason"] == "its class was changed after a swap"
+
+
+# ---------------------------------------------------------------- by force
+
+
+class Counting(RMS):
+    """Keeps state, which no probe accepts."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Doubled(RMS):
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+class OwnHeads(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class OwnBlock(nn.TransformerEncoderLayer):
+    def _sa_block(self, *args, **kwargs):
+        return super()._sa_block(*args, **kwargs)
+
+
+def test_a_norm_that_the_probe_refuses(torchs_products):
+    model = nn.Sequential(nn.Linear(16, 16), Counting(16), nn.Linear(16, 4))
+    assert names(onepass.swap(model).skipped) == {"1"}
+    report = onepass.swap(model, force="1", strict=True)
+    (entry,) = report.swapped
+    assert entry["name"] == "1" and entry["to"] == "onepass rms_norm, forced"
+    (note,) = (note for note in report.notes if note.startswith("1: forced"))
+    assert "report.verify(batch)" in note
+    x = torch.randn(5, 16)
+    assert report.verify(x).ok
+    with onepass._dispatch_log.record() as calls:
+        model(x)
+    assert [call["op"] for call in calls] == ["rms_norm"]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), model(x)) and type(twin[1])._onepass_spec.forced
+    assert onepass.unswap(model) == ["1"]
+
+
+def test_verify_finds_what_was_forced_wrongly(torchs_products):
+    model = nn.Sequential(nn.Linear(16, 16), Doubled(16), nn.Linear(16, 4))
+    report = onepass.swap(model, force="*")
+    assert names(report.swapped) == {"1"}
+    assert not report.verify(torch.randn(5, 16)).ok
+
+
+def test_what_the_probe_accepts_is_not_called_forced():
+    model = nn.Sequential(RMS(16))
+    report = onepass.swap(model, force="*")
+    assert report.swapped[0]["to"] == "onepass rms_norm"
+    assert not any(": forced" in note for note in report.notes)
+
+
+def test_without_a_probe_it_is_forced():
+    model = nn.Sequential(RMS(16), RMS(16))
+    report = onepass.swap(model, force="0", probe=False)
+    assert names(report.swapped) == {"0"} and "forced" in report.swapped[0]["to"]
+    assert report.verify(torch.randn(3, 16)).ok
+
+
+@pytest.mark.parametrize(
+    ("module", "listed", "to"),
+    [
+        (lambda: SpatialDropout(0.1), "skipped", "onepass.nn.Dropout"),
+        (lambda: OwnHeads(8, 2), "unknown", "onepass.nn.MultiheadAttention"),
+        (lambda: OwnBlock(8, 2, 8), "skipped", "onepass.nn.TransformerEncoderLayer"),
+    ],
+)
+def test_subclasses_of_torchs(module, listed, to):
+    model = nn.ModuleDict({"it": module()})
+    before = type(model["it"])
+    assert "it" in names(getattr(onepass.swap(model), listed))
+    report = onepass.swap(model, force="it")
+    assert {e["name"]: e["to"] for e in report.swapped}["it"] == to
+    assert any(note.startswith("it: forced") for note in report.notes)
+    assert isinstance(model["it"], before)
+    onepass.unswap(model)
+    assert type(model["it"]) is before
+
+
+def test_force_cannot_do_everything():
+    frozen = SpatialDropout(0.1)
+    frozen.forward = frozen.forward
+    model = nn.ModuleDict({"batch": nn.BatchNorm1d(4), "frozen": frozen, "drop": nn.Dropout2d()})
+    report = onepass.swap(model, force="*")
+    reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
+    assert set(reasons) == {"batch", "frozen"} and names(report.unknown) == {"drop"}
+    assert all(reason.endswith("; force does not change that") for reason in reasons.values())
+    assert reasons["frozen"].startswith("its forward is replaced on the instance")
+    assert not any(": forced" in note for note in report.notes)
+    with pytest.raises(RuntimeError, match="force does not change that"):
+        onepass.swap(model, force="*", strict=True)
+
+
+def test_exclude_wins_and_globs_without_a_match_are_noted():
+    model = nn.ModuleDict({"it": SpatialDropout(0.1)})
+    report = onepass.swap(model, force=["it", "that"], exclude="it")
+    assert report.skipped[0]["reason"] == "excluded by 'it'" and not report.swapped
+    assert "force pattern 'that' matches no module" in report.notes
+    with pytest.raises(TypeError, match="force must hold globs, got 3"):
+        onepass.swap(model, force=[3])

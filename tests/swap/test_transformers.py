@@ -21,6 +21,8 @@ from tests.integrations.transformers_cases import (
 )
 from tests.support import fresh
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 NAMED = {"model.layers.0.self_attn", "model.layers.1.self_attn"}
 BY_NAME = "onepass's attention, by transformers' registry"
 

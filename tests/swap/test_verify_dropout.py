@@ -17,6 +17,8 @@ from onepass.swapping import masks
 from onepass.swapping.matchers import KINDS
 from tests.swap.test_verify import IDS, Model
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 X = torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(0))
 PADDING = torch.arange(10) >= torch.tensor([[10], [7], [5]])
 
