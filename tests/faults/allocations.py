@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import onepass
-from tests.optim.cases import FLAGS, MODES, NAMES, made, snapshot, steps, stock
+from tests.optim.cases import FLAGS, MODES, made, snapshot, steps, stock
 from tests.support import isolated
 from tests.support.calls import CALLS, Call, flat
 
 MOST = 3000  # allocations of a case; of one that makes more, as a proof, few fail
-FEW = 12
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -167,19 +167,19 @@ LEFT_OUT += ("ops.optimizer_step",)
 CASES: dict[str, Callable[[], Case]] = {}
 for _name, _call in CALLS.items():
     is_module = _name.startswith(("nn.", "optim.")) and _name != "optim.clip_grad_norm_"
-    if not is_module and _name not in LEFT_OUT:
-        CASES[_name] = lambda call=_call: of_call(call, False)
-        if _call.differentiable:
-            CASES[f"{_name} backward"] = lambda call=_call: of_call(call, True)
-for _name in NAMES:  # without Muon: torch's products abort the process without memory
-    # A step's memory is that of its options; the formula makes no difference.
-    for _mode in MODES if _name == "AdamW" else ("own state", "stochastic", "all"):
-        if _name == "SGD" and MODES[_mode].get("state_dtype") == "int8":
-            continue
+    if not is_module and _name not in LEFT_OUT:  # with its backward, if it has one
+        CASES[_name] = lambda call=_call: of_call(call, call.differentiable)
+# Memory is that of the options; the formula of a step makes no difference. Without Muon: torch's
+# products abort the process without memory.
+STEPS = {"AdamW": MODES, "Adam": ["all"], "SGD": ["stochastic"], "Lion": ["all"]}
+LOADS = {"AdamW": ("own state", "remainder16", "fp32, int8"), "SGD": ["own state"]}
+for _name, _modes in STEPS.items():
+    for _mode in _modes:
         for _before in (0, 2):  # the states are made in the first step
             _key = f"{_name} {_mode}, step {_before + 1}"
             CASES[_key] = lambda n=_name, m=_mode, b=_before: of_optimizer(n, m, b)
-    for _mode in ("own state", "remainder16", "fp32, int8"):
+for _name, _modes in LOADS.items():
+    for _mode in _modes:
         CASES[f"{_name} {_mode}, load"] = lambda n=_name, m=_mode: loading(n, m)
 for _name in ("AdamW", "Adam", "SGD"):
     CASES[f"fuse {_name}"] = lambda n=_name: fusing(n)

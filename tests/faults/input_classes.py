@@ -15,16 +15,12 @@ from torch.utils._pytree import tree_map
 REAL = "real"  # has memory, and values that a plain tensor may have
 BROKEN = "broken"  # has to be refused
 FOREIGN = "foreign"  # belongs to another part of torch, which computes or refuses
-FAKE = "fake"  # under a mode without values, all tensors of the call: results have the right shapes
-MAPPED = "mapped"  # as torch.func.vmap passes to the function it maps
-DIFFERENTIATED = "differentiated"  # as torch.func.grad and vjp pass to the function
 
 
 @dataclass(frozen=True)
 class InputClass:
     """`make(plain)` is a tensor of the class, or None where no such tensor exists of plain's
-    shape and dtype. Of a real one `plain_of` gives an ordinary copy. Of a fake one it is the real
-    tensor, of a mapped one the samples in a stack, of a differentiated one the wrapped tensor."""
+    shape and dtype. Of a real one `plain_of` gives an ordinary copy."""
 
     name: str
     kind: str
@@ -175,10 +171,6 @@ def _distributed(t: Tensor):
     return DTensor.from_local(t, DeviceMesh("cpu", [0]), [Replicate()])
 
 
-def _samples(t: Tensor):
-    return torch.stack([t, t * 0.5 if t.is_floating_point() else t])
-
-
 CLASSES = (
     InputClass("empty", REAL, _empty),
     InputClass("0-dim", REAL, _scalar),
@@ -204,9 +196,4 @@ CLASSES = (
     InputClass("nested jagged", FOREIGN, _nested(torch.jagged)),
     InputClass("sparse", FOREIGN, lambda t: t.to_sparse() if t.dim() else None),
     InputClass("mkldnn", FOREIGN, _mkldnn),
-    InputClass("fake", FAKE, torch.clone),
-    InputClass("fake empty", FAKE, _empty),
-    InputClass("fake 0-dim", FAKE, _scalar),
-    InputClass("vmap", MAPPED, _samples),
-    InputClass("grad", DIFFERENTIATED, lambda t: t.clone() if t.is_floating_point() else None),
 )

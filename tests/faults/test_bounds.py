@@ -61,20 +61,6 @@ def test_of_pages_likewise():
         same(OPS.attention_forward(**paged(), max_q=bound, max_k=bound), tight)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_public_function(causal):
-    q, k, v = (packed()[name] for name in ("query", "key", "value"))
-    ends = cumulated(LENGTHS)
-
-    def call(*bounds):
-        return functional.varlen_attention(
-            q, k, v, ends, ends, *bounds, is_causal=causal, enable_gqa=True
-        )
-
-    for bound in HUGE:
-        assert torch.equal(call(bound, bound), call(5, 5))
-
-
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_bias_is_as_large_as_its_bounds_and_so_is_its_gradient(rows):
     """Elements beyond the longest sequence are written as well."""

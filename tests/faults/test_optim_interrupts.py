@@ -72,7 +72,7 @@ def stepped(kind, name, taken):
     return optimizer
 
 
-def check(make, call, again, most=MOST, seed=0):
+def check(make, call, again, most=MOST):
     """After each interrupt the state is that before or after the call; then `again` continues."""
     before, after = make(), make()
     call(after)
@@ -81,8 +81,7 @@ def check(make, call, again, most=MOST, seed=0):
     again(after)
     ends = [everything(one, False) for one in (before, after)]
     met = set()
-    folders = FOLDERS
-    for at, optimizer in interruptions(make, call, most=most, seed=seed, folders=folders):
+    for at, optimizer in interruptions(make, call, most=most, folders=FOLDERS):
         found = everything(optimizer, False)
         assert found in states, f"bytecode {at}: neither before nor after"
         which = states.index(found)
@@ -93,56 +92,56 @@ def check(make, call, again, most=MOST, seed=0):
     return met
 
 
+def check_step(make, taken, most=MOST):
+    met = check(make, step, lambda optimizer: steps(optimizer, 2, first=taken + 1), most)
+    assert met == {0, 1}
+
+
+def step(optimizer):
+    optimizer.step()
+
+
+after = pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
+
+
 @names
-@pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
+@after
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.grid(2)
 def test_step(kind, taken, name):
-    met = check(
-        lambda: stepped(kind, name, taken),
-        lambda optimizer: optimizer.step(),
-        lambda optimizer: steps(optimizer, 2, first=taken + 1),
-    )
-    assert met == {0, 1}
+    check_step(lambda: stepped(kind, name, taken), taken)
 
 
-@pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
-@pytest.mark.parametrize("options", [{}, {"master": "fp32", "max_grad_norm": 0.1}], ids=str)
+def of_matrices(**options):
+    return made("Muon", [(4, 6), (6, 4), (5, 5)], BF16, zero_grads=True, **options)
+
+
+def of_both_halves():
+    params = [torch.nn.Parameter(torch.ones(4, 5, dtype=BF16) * k) for k in (1, 2)]
+    groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
+    return onepass.optim.MuonWithAdamW(groups, master="fp32", zero_grads=True)
+
+
+MUONS = {
+    "plain": of_matrices,
+    "fp32": lambda: of_matrices(master="fp32", max_grad_norm=0.1),
+    "with AdamW": of_both_halves,
+}
+
+
+@after
+@pytest.mark.parametrize("kind", MUONS)
 @pytest.mark.grid
-def test_step_of_muon(options, taken):
-    """Its momenta move after the operator, and its gradients are zeroed after those."""
+def test_step_of_muon(kind, taken):
+    """Its momenta move after the operator, and its gradients are zeroed after those. With AdamW
+    both halves are done, or neither."""
 
     def make():
-        optimizer = made("Muon", [(4, 6), (6, 4), (5, 5)], BF16, zero_grads=True, **options)
-        give_gradients(steps(optimizer, taken), taken)
+        optimizer = steps(MUONS[kind](), taken)
+        give_gradients(optimizer, taken)
         return optimizer
 
-    met = check(
-        make,
-        lambda optimizer: optimizer.step(),
-        lambda optimizer: steps(optimizer, 2, first=taken + 1),
-        most=3 * MOST,
-    )
-    assert met == {0, 1}
-
-
-def test_step_of_muon_with_adamw():
-    """Both halves are done, or neither."""
-
-    def make():
-        params = [torch.nn.Parameter(torch.ones(4, 5, dtype=BF16) * k) for k in (1, 2)]
-        groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
-        optimizer = onepass.optim.MuonWithAdamW(groups, master="fp32", zero_grads=True)
-        give_gradients(steps(optimizer, 2), 2)
-        return optimizer
-
-    met = check(
-        make,
-        lambda optimizer: optimizer.step(),
-        lambda optimizer: steps(optimizer, 2, first=3),
-        most=4 * MOST,
-    )
-    assert met == {0, 1}
+    check_step(make, taken, 4 * MOST if kind == "with AdamW" else 3 * MOST)
 
 
 @names
@@ -165,7 +164,7 @@ def test_a_step_that_is_not_made(what, name):
             optimizer.__dict__.pop(key, None)
         steps(optimizer, 1, first=5)
 
-    check(make, lambda optimizer: optimizer.step(), again, most=40)
+    check(make, step, again)
 
 
 @names
@@ -184,7 +183,7 @@ def test_a_step_after_a_change_from_outside(name):
         for _ in range(count):
             optimizer.step()
         ends.append(everything(optimizer, False))
-    for at, optimizer in interruptions(make, lambda one: one.step(), most=MOST, folders=FOLDERS):
+    for at, optimizer in interruptions(make, step, most=MOST, folders=FOLDERS):
         optimizer.step()
         assert everything(optimizer, False) in ends, f"bytecode {at}"
 

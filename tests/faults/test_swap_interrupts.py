@@ -122,10 +122,9 @@ CALLS = {
 }
 
 
-def interrupts_while_edits_are_made(
-    monkeypatch, name, seed=0, everywhere=False
-) -> Iterator[tuple[bool, bool]]:
-    """(whether the model is as it was, whether edits had been made) per interrupt."""
+def interrupts_while_edits_are_made(monkeypatch, name, seed) -> Iterator[tuple[bool, bool]]:
+    """(whether the model is as it was, whether edits had been made) per interrupt; without a seed
+    at every instruction."""
     make, call = CALLS[name]
     made = []
     make_edit = changes.Edit.make
@@ -133,11 +132,12 @@ def interrupts_while_edits_are_made(
     call(make())  # imports and registers everything first
     whole = make()
     _, last = injection.run_interrupted(lambda: call(whole), None)
-    points = list(range(max(last - END, 1) + seed, last, STRIDE))
-    points += random.Random(seed).sample(range(1, points[0]), min(BEFORE, points[0] - 1))
-    if everywhere:
+    if seed is None:
         whole = make()
         points = [at for at in injection.every_instruction(lambda: call(whole)) if at < last]
+    else:
+        points = list(range(max(last - END, 1) + seed, last, STRIDE))
+        points += random.Random(seed).sample(range(1, points[0]), min(BEFORE, points[0] - 1))
     for at in points:
         whole = make()
         before = state(whole)
@@ -147,25 +147,24 @@ def interrupts_while_edits_are_made(
         yield state(whole) == before, bool(made)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (5, 10))]
+    ("name", "seed"),
+    [
+        *((name, 0) for name in CALLS),
+        *(slow(name, seed) for name in ("swap", "swapped") for seed in (5, 10)),
+        *(slow(name, None) for name in ("unswap", "attach", "detach")),  # which are short
+    ],
 )
-@pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch, name, seed):
     seen = list(interrupts_while_edits_are_made(monkeypatch, name, seed))
     wrong = [number for number, (same, _) in enumerate(seen) if not same]
     assert not wrong, f"{name}: changed by interrupts {wrong} of {len(seen)}"
     edits = sum(made for _, made in seen)
     assert 4 < edits < len(seen) - BEFORE / 2  # as edits are made and after, and before
-
-
-# swap itself, which runs several times as many instructions, is sampled above.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["unswap", "attach", "detach"])
-def test_an_interrupt_at_any_instruction_leaves_the_model_as_it_was(monkeypatch, name):
-    seen = list(interrupts_while_edits_are_made(monkeypatch, name, everywhere=True))
-    wrong = [number for number, (same, _) in enumerate(seen) if not same]
-    assert len(seen) > 100 and not wrong, f"{name}: changed by interrupts {wrong} of {len(seen)}"
 
 
 def test_every_kind_of_edit_is_among_them(torchs_products):
