@@ -2,80 +2,74 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-CAUSAL = "gpt2", "llama"
+
+def _of_transformers(name: str, head: str, sizes: dict):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    return getattr(transformers, f"{name}{head}")(config), config
 
 
-def _transformers():
-    import pytest
-
-    return pytest.importorskip("transformers", reason="transformers is not installed")
+def _tokens(config, rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, config.vocab_size, (rows, length))
 
 
-def _tokens(vocabulary: int, rows: int, length: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, (rows, length))
+def _of_tokens(name: str, head: str, sizes: dict, tiny: bool):
+    model, config = _of_transformers(name, head, sizes)
+    tokens = _tokens(config, 2, 64 if tiny else 256)
+    return model, {"input_ids": tokens, "labels": tokens}
 
 
 def gpt2(tiny: bool):
-    transformers = _transformers()
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000} if tiny else {}
-    config = transformers.GPT2Config(**sizes)
-    tokens = _tokens(config.vocab_size, 2, 64 if tiny else 256)
-    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+    return _of_tokens("GPT2", "LMHeadModel", sizes, tiny)
 
 
 def llama(tiny: bool):
     """100 million parameters; grouped heads, an untied head."""
-    transformers = _transformers()
     sizes = (64, 172, 2, 4, 2, 1000) if tiny else (640, 1728, 12, 10, 5, 32000)
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
     names = f"{names} num_key_value_heads vocab_size".split()
-    config = transformers.LlamaConfig(**dict(zip(names, sizes, strict=True)))
-    tokens = _tokens(config.vocab_size, 2, 64 if tiny else 256)
-    return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    return _of_tokens("Llama", "ForCausalLM", dict(zip(names, sizes, strict=True)), tiny)
 
 
 def bert(tiny: bool):
     """With a mask of padding."""
-    transformers = _transformers()
     sizes = {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 256, "vocab_size": 1000,
     } if tiny else {}  # fmt: skip
-    config = transformers.BertConfig(**sizes)
-    tokens = _tokens(config.vocab_size, 4, 64 if tiny else 128)
+    model, config = _of_transformers("Bert", "ForMaskedLM", sizes)
+    tokens = _tokens(config, 4, 64 if tiny else 128)
     mask = torch.ones_like(tokens)
     mask[1:, -16:] = 0
-    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-    return transformers.BertForMaskedLM(config), batch
+    return model, {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
 def vit(tiny: bool):
     # In a smaller model the scratch memory of its convolution would matter.
-    transformers = _transformers()
     sizes = {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
         "intermediate_size": 512, "image_size": 64,
     } if tiny else {}  # fmt: skip
-    config = transformers.ViTConfig(**sizes, num_labels=100)
+    model, config = _of_transformers("ViT", "ForImageClassification", {**sizes, "num_labels": 100})
     pixels = torch.randn(4, 3, config.image_size, config.image_size)
-    batch = {"pixel_values": pixels, "labels": torch.randint(0, 100, (4,))}
-    return transformers.ViTForImageClassification(config), batch
+    return model, {"pixel_values": pixels, "labels": torch.randint(0, 100, (4,))}
 
 
 def t5(tiny: bool):
-    transformers = _transformers()
     sizes = {
         "d_model": 64, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 2,
         "vocab_size": 1000,
     } if tiny else {}  # fmt: skip
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    sizes["decoder_start_token_id"] = 0
+    model, config = _of_transformers("T5", "ForConditionalGeneration", sizes)
     length = 64 if tiny else 128
-    tokens = _tokens(config.vocab_size, 4, length)
-    labels = _tokens(config.vocab_size, 4, length // 2)
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": labels}
+    labels = _tokens(config, 4, length // 2)
+    return model, {"input_ids": _tokens(config, 4, length), "labels": labels}
 
 
 class Denoising(nn.Module):
@@ -91,8 +85,6 @@ class Denoising(nn.Module):
 
 
 def dit(tiny: bool):
-    import pytest
-
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     heads, head_dim, layers, size = (2, 32, 2, 16) if tiny else (6, 64, 12, 32)
     transformer = diffusers.DiTTransformer2DModel(

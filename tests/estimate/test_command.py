@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("estimate")  # most tests read one run
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-    "intermediate_size": 172, "num_attention_heads": 2, "num_hidden_layers": 2,
+    "intermediate_size": 172, "num_attention_heads": 2, "num_hidden_layers": 1,
     "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 64,
 }  # fmt: skip
 
@@ -137,21 +137,20 @@ def test_the_largest_batch_fits_and_one_more_does_not(run, config):
     assert fits <= 64_000_000 < more
 
 
-@pytest.mark.parametrize("made", ["make", "make_nested"])
-def test_words_of_the_picture_lie_in_it_and_apart(made):
+def test_words_of_the_picture_lie_in_it_and_apart():
     pytest.importorskip("matplotlib", reason="draws the picture")
     from onepass.tools.estimate import plot
     from tests.support import pictures
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    args = parser.parse_args(["--model", f"{__name__}:{made}", "--memory", "1GB"])
+    args = parser.parse_args(["--model", f"{__name__}:make_nested", "--memory", "1GB"])
     line = " ".join(["onepass estimate", *args.model.split(":") * 20])
     survey = dataclasses.replace(command._survey(args, command._settings(args)), command=line)
     figure = pictures.drawn(lambda: plot._figure(survey))
     pictures.assert_words_lie_apart(figure)
     names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
-    assert any(name.startswith("...") for name in names) == (made == "make_nested")
+    assert any(name.startswith("...") for name in names)
     assert {axes.get_xlabel().split()[0] for axes in figure.axes} <= {"KiB", "MiB"}
 
 
@@ -197,17 +196,12 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, message, capsys):
     assert message in errors
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [("24GB", 24e9), ("22.5GiB", 22.5 * 2**30), ("512 MiB", 2**29), ("80g", None), ("0", None),
-     ("1e3", 1000), ("-1GB", None), ("nanGB", None), ("1TB", 1e12)],
-)  # fmt: skip
-def test_sizes(text, expected):
-    if expected is None:
+def test_sizes():
+    sizes = {"24GB": 24e9, "22.5GiB": 22.5 * 2**30, "512 MiB": 2**29, "1e3": 1000, "1TB": 1e12}
+    assert {text: command.size(text) for text in sizes} == sizes
+    for text in ("80g", "0", "-1GB", "nanGB"):
         with pytest.raises(BadInput, match="--memory must be a size"):
             command.size(text)
-    else:
-        assert command.size(text) == expected
 
 
 # ---- the largest batch -------------------------------------------------------------------------
@@ -235,29 +229,28 @@ def test_the_largest_batch_of_a_peak_that_bends(rows, memory):
 # ---- configs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, cls, fields",
-    [
-        ("bert", "BertForSequenceClassification", {"intermediate_size": 64}),
-        ("bert", "BertForTokenClassification", {"intermediate_size": 64}),
-        ("bert", "BertForQuestionAnswering", {"intermediate_size": 64}),
-        ("bert", "BertModel", {"intermediate_size": 64}),
-        ("vit", "ViTForImageClassification", {"image_size": 32, "intermediate_size": 64}),
-        ("t5", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 16, "d_ff": 64,
-                                              "num_heads": 2, "num_layers": 1,
-                                              "decoder_start_token_id": 0}),
-        ("gpt2", None, {"n_embd": 32, "n_layer": 1, "n_head": 2}),
-    ],
-)  # fmt: skip
-def test_configs_of_other_classes_train(kind, cls, fields, tmp_path):
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {"model_type": "bert", "intermediate_size": 64, **SIZES}
+CLASSES = {  # whose models have a loss, but for the last
+    "BertForSequenceClassification": BERT,
+    "BertForTokenClassification": BERT,
+    "BertForQuestionAnswering": BERT,
+    "ViTForImageClassification": {**BERT, "model_type": "vit", "image_size": 32},
+    "T5ForConditionalGeneration": {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64,
+                                   "num_heads": 2, "num_layers": 1, "decoder_start_token_id": 0},
+    None: {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2},
+    "BertModel": BERT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_configs_of_other_classes_train(cls, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 100}
-    entry = {"model_type": kind, **(sizes if kind in ("bert", "vit") else {"vocab_size": 100})}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**entry, **fields, "architectures": [cls] if cls else None}))
+    entry = {**CLASSES[cls], "vocab_size": 100, "architectures": [cls] if cls else None}
+    path.write_text(json.dumps(entry))
     model, batch = configs.maker(str(path), 2, 16)()
-    output = model(**batch)
-    has_loss = getattr(output, "loss", None) is not None
+    has_loss = getattr(model(**batch), "loss", None) is not None
     assert has_loss == (cls != "BertModel")
 
 
@@ -299,10 +292,6 @@ def by_hand():
     return ByHand(), torch.randn(2, 256, 16)
 
 
-def norm_alone():
-    return nn.LayerNorm(16), torch.randn(2, 64, 16)
-
-
 def test_attention_by_hand_without_data_is_counted_as_written_and_that_is_said(capsys):
     without, real = (
         onepass.estimate(*by_hand(), swap=True, real=is_real) for is_real in (False, True)
@@ -311,11 +300,8 @@ def test_attention_by_hand_without_data_is_counted_as_written_and_that_is_said(c
     note = "attention by hand is counted as it is written, not as one call of attention"
     assert without.note == f"{note}: real=True counts the call"
     assert str(without).endswith(without.note) and not real.note and "call" not in str(real)
-    assert not onepass.estimate(*by_hand()).note
-    for name, flags, is_said in (
-        ("by_hand", (), True), ("by_hand", ("--real",), False), ("norm_alone", (), False)
-    ):  # fmt: skip
-        model = ("--model", f"{__name__}:{name}")
-        assert cli.main(["estimate", *model, *flags]) == 0
+    assert not onepass.estimate(*by_hand()).note and not onepass.estimate(*make(), swap=True).note
+    for flags, is_said in (((), True), (("--real",), False)):
+        assert cli.main(["estimate", "--model", f"{__name__}:by_hand", *flags]) == 0
         flat = " ".join(capsys.readouterr().out.split())
         assert (f"Swapped, {note}: --real counts the call." in flat) is is_said

@@ -26,16 +26,7 @@ NEAR = 0.10  # how far from the measured peak an estimate may be
 MODES = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": torch.bfloat16}}
 
 
-def measured(
-    make,
-    optimizer_state,
-    *,
-    swap=False,
-    dtype=None,
-    autocast=False,
-    checkpointing=False,
-    lazy_logits=False,
-):
+def measured(make, optimizer_state, *, dtype=None, autocast=False, checkpointing=False, **swapped):
     """(peak, scratch) of a real second step: the allocator's peak with the memory in use before it,
     and the most that one call of our kernels takes for itself, which an estimate leaves out."""
     torch.manual_seed(0)
@@ -43,8 +34,8 @@ def measured(
     model.train()
     if dtype:
         model, batch = model.to(dtype), cast(batch, dtype)
-    if swap:
-        onepass.swap(model, lazy_logits=lazy_logits)
+    if swapped.pop("swap", False):
+        onepass.swap(model, **swapped)
     if checkpointing:
         step.checkpoint(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -186,55 +177,45 @@ def test_what_is_written_into_takes_no_memory_again(way):
     assert fake.activations == real.activations > 64 * 1024 * 4
 
 
-def test_tied_weights_and_views_of_one_storage_count_once():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens = nn.Embedding(100, 32)
-            self.head = nn.Linear(32, 100, bias=False)
-            self.head.weight = self.tokens.weight
-            self.mirror = nn.Linear(32, 100, bias=False)
-            self.mirror.weight = nn.Parameter(self.tokens.weight.detach(), requires_grad=False)
+class Tied(nn.Module):
+    """Weights and views of one storage, which count once."""
 
-        def forward(self, ids):
-            return self.head(self.tokens(ids)) + self.mirror(self.tokens(ids))
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(100, 32)
+        self.head = nn.Linear(32, 100, bias=False)
+        self.head.weight = self.tokens.weight
+        self.mirror = nn.Linear(32, 100, bias=False)
+        self.mirror.weight = nn.Parameter(self.tokens.weight.detach(), requires_grad=False)
 
-    found = onepass.estimate(Tied(), torch.randint(0, 100, (4, 8)))
-    assert found.parameters == found.gradients == 100 * 32 * 4
-    assert found.others == 4 * 8 * 8
+    def forward(self, ids):
+        return self.head(self.tokens(ids)) + self.mirror(self.tokens(ids))
 
 
-def test_a_view_that_is_saved_keeps_its_storage_and_counts_it_once():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(32, 96, bias=False)
+class Views(nn.Module):
+    """A view that is saved keeps its storage, which counts once."""
 
-        def forward(self, x):
-            query, key, value = self.project(x).chunk(3, dim=-1)
-            return (query * key * value.transpose(0, 1).transpose(0, 1)).sum()
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(32, 96, bias=False)
 
-    found = onepass.estimate(Views(), torch.randn(8, 16, 32))
-    row = 8 * 16 * 32 * 4
-    # The three views' one storage, and query * key.
-    assert found.activations == 3 * row + row
+    def forward(self, x):
+        query, key, value = self.project(x).chunk(3, dim=-1)
+        return (query * key * value.transpose(0, 1).transpose(0, 1)).sum()
 
 
-def test_buffers_count_and_whole_numbers_may_be_read():
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32))
-            self.register_buffer("order", torch.arange(8))
-            self.register_buffer("scale", torch.randn(32))
+class Positions(nn.Module):
+    """Buffers count, and whole numbers may be read."""
 
-        def forward(self, x):
-            if int(self.order[3]) != 3:
-                raise AssertionError
-            return x * self.weight * self.scale
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+        self.register_buffer("order", torch.arange(8))
+        self.register_buffer("scale", torch.randn(32))
 
-    found = onepass.estimate(Positions(), torch.randn(4, 32))
-    assert found.others == 8 * 8 + 32 * 4 + 4 * 32 * 4
+    def forward(self, x):
+        assert int(self.order[3]) == 3
+        return x * self.weight * self.scale
 
 
 class Cube(torch.autograd.Function):
@@ -249,19 +230,35 @@ class Cube(torch.autograd.Function):
         return 3 * dy * ctx.aside
 
 
-def test_a_function_of_the_user_keeps_what_it_saves_and_what_it_holds():
-    class Custom(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(32, 32)
+class Custom(nn.Module):
+    """A function of the user keeps what it saves and what it holds."""
 
-        def forward(self, x):
-            return Cube.apply(self.project(x)).sum()
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(32, 32)
 
-    found = onepass.estimate(Custom(), torch.randn(64, 32))
-    row = 64 * 32 * 4
-    assert found.activations == 2 * row  # x and x * x
-    assert found.saved == 2 * row  # x and the batch
+    def forward(self, x):
+        return Cube.apply(self.project(x)).sum()
+
+
+WORD, ROW = 4, 64 * 32 * 4  # bytes
+COUNTED = [  # a model, its batch, and what is known of it
+    (Tied, torch.ones(4, 8, dtype=torch.int64),
+     {"parameters": 100 * 32 * WORD, "gradients": 100 * 32 * WORD, "others": 4 * 8 * 8}),
+    # The storage of the three views, and query * key.
+    (Views, torch.randn(2, 32, 32), {"activations": 3 * ROW + ROW}),
+    (Positions, torch.randn(4, 32), {"others": 8 * 8 + 32 * WORD + 4 * 32 * WORD}),
+    # x and x * x; x and the batch.
+    (Custom, torch.randn(64, 32), {"activations": 2 * ROW, "saved": 2 * ROW}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "expected"), COUNTED, ids=[case[0].__name__ for case in COUNTED]
+)
+def test_each_storage_counts_once(make, batch, expected):
+    found = onepass.estimate(make(), batch)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 class Layers(nn.Module):

@@ -53,21 +53,22 @@ class Block(nn.Module):
         return x + self.project(self.norm(x))
 
 
-class Model(nn.Module):
-    """Layers, of which some outputs may be added up at the end."""
+def call(layer, number, layers, x):
+    return layer(x)
 
-    def __init__(self, count: int = LAYERS, kept: tuple[int, ...] = ()):
+
+class Model(nn.Module):
+    """Layers; `treat` is given (layer, its number, all layers, x)."""
+
+    def __init__(self, count: int = LAYERS, treat=call):
         super().__init__()
         self.layers = nn.ModuleList(Block(32) for _ in range(count))
-        self.kept = kept
+        self.treat = treat
 
     def forward(self, x):
-        total = 0.0
         for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number in self.kept:
-                total = total + torch.tanh(x)
-        return x + total
+            x = self.treat(layer, number, self.layers, x)
+        return x
 
 
 BATCH = torch.randn(8, 16, 32)
@@ -126,10 +127,15 @@ def test_few_runs_are_of_the_whole_model(monkeypatch):
     assert set(counts) == {LAYERS, *layers.COUNTS}
 
 
-@pytest.mark.parametrize("kept", [(3,), (9,)])
-def test_a_layer_that_its_model_treats_in_another_way(kept):
+@pytest.mark.parametrize("at", [3, 9])
+def test_a_layer_that_its_model_treats_in_another_way(at):
     """The first run, of the whole model, tells."""
-    surveyor, found = first_step(Model(kept=kept))
+
+    def followed(layer, number, found, x):
+        x = layer(x)
+        return x + torch.tanh(x) if number == at else x
+
+    surveyor, found = first_step(Model(treat=followed))
     assert surveyor._series is None
     plain, other = first_step(Model())
     assert plain._series is not None and found.activations > other.activations
@@ -168,50 +174,37 @@ def test_few_layers_several_lists_and_real_data_are_run_whole():
             layers.Series(given)
 
 
-class ForAllLayers(Model):
-    """Fails with fewer."""
-
-    def __init__(self, fail):
-        super().__init__()
-        self.fail = fail
-
-    def forward(self, x):
-        self.fail(self.layers)
-        return super().forward(x)
+def the_last_is_there(layer, number, found, x):
+    assert found[LAYERS - 1] is not None
+    return layer(x)
 
 
-def assert_all_are_there(found):
+def all_are_there(layer, number, found, x):
     assert len(found) == LAYERS
+    return layer(x)
 
 
-@pytest.mark.parametrize(
-    "fail", [lambda found: found[LAYERS - 1], assert_all_are_there], ids=["index", "assertion"]
-)
-def test_a_model_for_all_its_layers_alone(fail):
-    assert first_step(ForAllLayers(fail))[0]._series is None
+@pytest.mark.parametrize("treat", [the_last_is_there, all_are_there])
+def test_a_model_for_all_its_layers_alone(treat):
+    """It fails with fewer."""
+    assert first_step(Model(treat=treat))[0]._series is None
 
 
 class Switched(Model):
-    """With a switch of its own: `recompute` takes (layer, its number, all layers, x)."""
+    """`treat` is behind a switch of its own."""
 
     supports_gradient_checkpointing = True
-    on = False
 
-    def __init__(self, recompute):
+    def __init__(self, treat):
         super().__init__()
-        self.recompute = recompute
+        self.switched = treat
 
     def gradient_checkpointing_enable(self, _):
-        self.on = True
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            x = self.recompute(layer, number, self.layers, x) if self.on else layer(x)
-        return x
+        self.treat = self.switched
 
 
-def recompute(layer, x):
-    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+def recompute(function, *arguments):
+    return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False)
 
 
 def first_half(layer, number, found, x):
@@ -219,26 +212,13 @@ def first_half(layer, number, found, x):
 
 
 def of_all_layers(layer, number, found, x):
-    assert_all_are_there(found)
-    return recompute(layer, x)
+    return recompute(all_are_there, layer, number, found, x)
 
 
-class Upcast(Block):
+def with_upcasts(layer, number, found, x):
     """From its eighth on a layer computes in float32."""
-
-    number = 0
-
-    def forward(self, x):
-        y = self.project(self.norm(x))
-        return x + torch.tanh(y.float() if self.number > 7 else y).to(x.dtype)
-
-
-def with_upcasts():
-    model = Model()
-    model.layers = nn.ModuleList(Upcast(32) for _ in range(LAYERS))
-    for number, layer in enumerate(model.layers):
-        layer.number = number
-    return model
+    y = layer(x)
+    return torch.tanh(y.float() if number > 7 else y).to(x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +226,8 @@ def with_upcasts():
     [
         (lambda: Switched(first_half), "as given", {"checkpointing": True}),
         (lambda: Switched(of_all_layers), "as given", {"checkpointing": True}),
-        (with_upcasts, "bfloat16", {}),
-        pytest.param(with_upcasts, "autocast", {}, marks=pytest.mark.slow),
+        (lambda: Model(treat=with_upcasts), "bfloat16", {}),
+        pytest.param(lambda: Model(treat=with_upcasts), "autocast", {}, marks=pytest.mark.slow),
     ],
     ids=["half are recomputed", "an assertion", "in bfloat16", "under autocast"],
 )
@@ -264,22 +244,14 @@ def test_a_layer_that_is_treated_in_another_way_under_a_change(make, dtype, opti
 def test_a_layer_with_temporary_memory_below_the_peak():
     """It would be the peak of another step: all events are compared."""
 
-    class Busy(Block):
-        number = 0
+    def busy(layer, number, found, x):
+        if number == 7:
+            torch.ones(8, 16, 10 * 32)
+        return layer(x)
 
-        def forward(self, x):
-            if self.number == 7:
-                torch.ones(8, 16, 10 * 32)
-            return super().forward(x)
-
-    model = Model()
-    model.layers = nn.ModuleList(Busy(32) for _ in range(LAYERS))
-    plain, found = first_step(model)
-    assert plain._series is not None
-    for number, layer in enumerate(model.layers):
-        layer.number = number
-    surveyor, busy = first_step(model)
-    assert surveyor._series is None and busy == found
+    plain, expected = first_step(Model())
+    surveyor, found = first_step(Model(treat=busy))
+    assert plain._series is not None and surveyor._series is None and found == expected
 
 
 def test_a_peak_between_the_first_layers_and_the_last_is_found():
