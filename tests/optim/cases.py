@@ -66,10 +66,13 @@ FLAGS = {
 
 # Settings of one group that the others do not have.
 OF_A_GROUP = {
-    "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
+    "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": False, "maximize": True},
     "Adam": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
     "SGD": {"momentum": 0.5, "dampening": 0.3, "maximize": True},
     "Lion": {"betas": (0.7, 0.9), "maximize": True},
+    "Muon": {"momentum": 0.5, "ns_steps": 2},
+    "Adafactor": {"d": 2.0, "maximize": True},
+    "LAMB": {"betas": (0.4, 0.9), "maximize": True},
 }
 # Options under which states are loaded.
 EXTRAS = {
@@ -94,47 +97,48 @@ torch_names = pytest.mark.parametrize("name", TORCH_NAMES)
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-class ReferenceLion(torch.optim.Optimizer):
-    """Chen et al.: Symbolic Discovery of Optimization Algorithms, 2023."""
+class Reference(torch.optim.Optimizer):
+    """An optimizer of a formula of the reference, which `stepped` applies to a parameter."""
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
-        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            for p in group["params"]:
-                gradient = -p.grad if group["maximize"] else p.grad
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = average * beta1 + gradient * (1 - beta1)
-                closest = self.state[p].get("closest", update.abs())
-                self.state[p]["closest"] = torch.minimum(closest, update.abs())
-                p.mul_(1 - lr * group["weight_decay"]).sub_(update.sign(), alpha=lr)
-                average.mul_(beta2).add_(gradient, alpha=1 - beta2)
-
-
-class ReferenceLAMB(torch.optim.Optimizer):
-    """An optimizer class of the reference."""
-
-    def __init__(self, params, maximize=False, **settings):
-        super().__init__(params, {"lr": 1e-3, "maximize": maximize, "settings": settings})
+    def __init__(self, params, lr=1e-3, maximize=False, **settings):
+        super().__init__(params, {"lr": lr, "maximize": maximize, **settings})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            other = ("params", "maximize", "initial_lr")
+            settings = {k: v for k, v in group.items() if k not in other}
+            settings["lr"] = float(group["lr"])
             for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, moments=(torch.zeros_like(p), torch.zeros_like(p)))
-                state["step"] += 1
                 gradient = -p.grad if group["maximize"] else p.grad
-                after = reference.optimizer.lamb(
-                    p, gradient, *state["moments"], state["step"], **group["settings"]
-                )
-                p.copy_(after[0])
-                state["moments"] = after[1:]
+                p.copy_(self.stepped(p, gradient, self.state[p], settings))
+
+
+class ReferenceLion(Reference):
+    """Keeps how close an update came to zero, too."""
+
+    def stepped(self, p, gradient, state, settings):
+        beta, _ = settings.get("betas", (0.9, 0.99))
+        average = state.setdefault("exp_avg", torch.zeros_like(p))
+        update = (average * beta + gradient * (1 - beta)).abs()
+        state["closest"] = torch.minimum(state.get("closest", update), update)
+        after, state["exp_avg"] = reference.optimizer.lion(p, gradient, average, **settings)
+        return after
+
+
+class ReferenceLAMB(Reference):
+    def stepped(self, p, gradient, state, settings):
+        step, *moments = state.get("all", (0, torch.zeros_like(p), torch.zeros_like(p)))
+        after, *moments = reference.optimizer.lamb(p, gradient, *moments, step + 1, **settings)
+        state["all"] = step + 1, *moments
+        return after
+
+
+class ReferenceMuon(Reference):
+    def stepped(self, p, gradient, state, settings):
+        buffer = state.get("momentum_buffer", torch.zeros_like(p))
+        after, state["momentum_buffer"] = reference.optimizer.muon(p, gradient, buffer, **settings)
+        return after
 
 
 REFERENCES = {"Lion": ReferenceLion, "LAMB": ReferenceLAMB}

@@ -489,40 +489,6 @@ def test_states_in_8_bits_take_a_quarter_of_the_memory(name):
     assert state_bytes("int8") <= state_bytes(F32) * (1 / 4 + 1 / 256) + 4096
 
 
-def trained(build, seed, count=200):
-    """The loss after `count` steps of a small network on a fixed teacher's answers."""
-    torch.manual_seed(1234)
-    teacher = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
-    torch.manual_seed(seed)
-    student = torch.nn.Sequential(
-        torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
-    )
-    x = torch.randn(512, 64)
-    with torch.no_grad():
-        y = teacher(x)
-    loss = torch.nn.functional.mse_loss
-    first = loss(student(x), y).item()
-    optimizer = build(student.parameters())
-    for number in range(count):
-        batch = slice(64 * (number % 8), 64 * (number % 8) + 64)
-        optimizer.zero_grad()
-        loss(student(x[batch]), y[batch]).backward()
-        optimizer.step()
-    last = loss(student(x), y).item()
-    assert last < first / 5
-    return last
-
-
-def test_training_ends_where_stock_ends():
-    def losses(cls, **extras):
-        return torch.tensor([trained(lambda p: cls(p, 3e-3, **extras), seed) for seed in range(3)])
-
-    expected = losses(torch.optim.AdamW)
-    for state_dtype in ("int8", BF16):
-        found = losses(onepass.optim.AdamW, state_dtype=state_dtype)
-        assert abs(found.mean() - expected.mean()) < expected.std(), state_dtype
-
-
 @names
 @pytest.mark.parametrize("mode", ["fp32", "remainder16"])
 def test_a_master_in_another_order_is_stepped(mode, name):

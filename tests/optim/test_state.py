@@ -236,17 +236,6 @@ def test_states_are_never_cast_down(saved, loads, moments, dtype, name):
 
 
 @torch_names
-def test_torchs_16_bit_states_are_widened(name):
-    plain = steps(over_copies(name, made(name, SHAPES, BF16), cls=stock(name)), 2)
-    new = resumed(name, plain, state_dtype=F32)
-    for index, entries in plain.state_dict()["state"].items():
-        key = first_moment(name)
-        assert entries[key].dtype == BF16
-        assert same(new.state_dict()["state"][index][key], entries[key].float())
-    steps(new, 1)
-
-
-@torch_names
 def test_keys_that_a_checkpoint_lacks_come_from_the_constructor(name):
     """Older checkpoints have fewer."""
     whole = steps(made(name, SHAPES), 2)
@@ -490,19 +479,6 @@ def test_masters_of_parameters_without_gradients_are_reseeded_too(master, name):
             if number == 2:
                 members(optimizer)[1].grad = None
             optimizer.step()
-    assert_same(snapshot(found), snapshot(expected))
-
-
-@names
-def test_gradients_written_into_the_same_memory(name):
-    """Other tests use new tensors in every step."""
-    found, expected = made(name, SHAPES), made(name, SHAPES)
-    give_gradients(found, 0)
-    for number in range(3):
-        give_gradients(expected, number)
-        for p, q in zip(members(found), members(expected), strict=True):
-            p.grad.copy_(q.grad)
-        found.step(), expected.step()
     assert_same(snapshot(found), snapshot(expected))
 
 
