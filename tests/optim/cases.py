@@ -31,7 +31,7 @@ MODES = {
     "own state": {},
     "fp32": {"master": "fp32", "state_dtype": F32},
     "remainder16": {"master": "remainder16", "state_dtype": F32},
-    "remainder16, bfloat16": {"master": "remainder16", "state_dtype": BF16},
+    "remainder16, bfloat16": {"master": "remainder16", "state_dtype": BF16, "ema_decay": 0.9},
     "stochastic": {"master": "stochastic"},
     "bfloat16": {"state_dtype": BF16},
     "int8": {"state_dtype": "int8"},
@@ -41,6 +41,8 @@ MODES = {
         "state_dtype": "int8",
         "max_grad_norm": 0.5,
         "zero_grads": True,
+        "ema_decay": 0.9,
+        "ema_dtype": "param",
     },
 }
 DETERMINISTIC = ("float32 state", "own state", "fp32", "remainder16")

@@ -103,25 +103,32 @@ def test_the_norm_of_no_gradients_is_zero():
 
 @pytest.mark.isa
 @runs
-@pytest.mark.parametrize("bad, limit", [(math.nan, math.inf), (math.inf, 1e9), (-math.inf, 1e9)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
 @pytest.mark.grid
-def test_steps_whose_norm_is_not_finite_are_skipped(limit, bad, mode, name):
-    """Nothing changes, and the run continues as if the step had not been called."""
-    extras = {"max_grad_norm": limit, "zero_grads": False}
+def test_steps_that_are_skipped(bad, mode, name):
+    """By a norm that is not finite, or by a scaler: nothing changes, and the run continues as if
+    the step had not been called."""
+    extras = {"zero_grads": False}
+    if bad is not None:
+        extras["max_grad_norm"] = math.inf if bad != bad else 1e9
     expected, found = like(name, mode, **extras), like(name, mode, **extras)
     for number in (0, 1, 2):
         give_gradients(found, number)
-        members(found)[1].grad.view(-1)[-1] = bad
+        if bad is None:
+            found.grad_scale, found.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+        else:
+            members(found)[1].grad.view(-1)[-1] = bad
         before = snapshot(found)
         found.step()
-        assert not found.grad_norm.isfinite()
+        assert bad is None or not found.grad_norm.isfinite()
         after = snapshot(found)
         assert_same({key: after[key] for key in before}, before)
-        assert not any(
-            bits(after[key]).any() for key in after.keys() - before.keys() if "master" not in key
-        )
+        new = [key for key in after.keys() - before.keys() if "master" not in key]
+        assert not any(bits(after[key]).any() for key in new)
+        if bad is None:
+            found.grad_scale, found.found_inf = None, torch.tensor(0.0)
         steps(found, 1, first=number), steps(expected, 1, first=number)
-        assert found.grad_norm.isfinite()
+        assert bad is None or found.grad_norm.isfinite()
     assert_same(snapshot(found), snapshot(expected))
 
 

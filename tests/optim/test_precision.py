@@ -215,17 +215,6 @@ def test_a_parameter_and_its_second_moment_are_rounded_independently():
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
-def test_a_nan_of_a_gradient_reaches_its_own_parameter(name):
-    p = torch.ones(40).requires_grad_()
-    optimizer = ours(name)([p], **FLAGS[name])
-    p.grad = torch.zeros_like(p)
-    p.grad[3] = math.nan
-    optimizer.step()
-    assert p.isnan().nonzero().tolist() == [[3]]
-
-
-@pytest.mark.isa
 def test_a_nan_among_the_largest_moments_stays():
     p = torch.ones(40).requires_grad_()
     optimizer = onepass.optim.AdamW([p], amsgrad=True)
@@ -287,26 +276,28 @@ def second_moments(cls, dtype, gradient, **extras):
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("gradient", [1.1015625, 0.0])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dtype, gradient):
-    """With beta2 = 0.999 a step moves exp_avg_sq by less than half the distance of neighbours."""
-    found, expected = second_moments(onepass.optim.AdamW, dtype, gradient, state_dtype=BF16)
+@pytest.mark.parametrize(
+    "dtype, gradient, options, kept, slack",
+    [
+        (F32, 1.1015625, {"state_dtype": BF16}, BF16, 1e-6),
+        (BF16, 0.0, {"state_dtype": BF16}, BF16, 1e-6),
+        (BF16, 1.1015625, {"state_dtype": BF16}, BF16, 1e-6),
+        (BF16, 1.1015625, {"master": "stochastic"}, BF16, 1e-6),
+        (BF16, 1.1015625, {"master": "fp32"}, F32, 1e-4),
+        (BF16, 1.1015625, {"master": "remainder16"}, F32, 1e-4),
+    ],
+    ids=str,
+)
+def test_second_moments_are_unbiased_where_the_nearest_would_stall(
+    dtype, gradient, options, kept, slack
+):
+    """In 16 bits, and with the defaults of masters: with beta2 = 0.999 a step moves exp_avg_sq by
+    less than half the distance of neighbours."""
+    found, expected = second_moments(onepass.optim.AdamW, dtype, gradient, **options)
     nearest, _ = second_moments(torch.optim.AdamW, BF16, gradient)
-    assert found.dtype is nearest.dtype is BF16
+    assert found.dtype is kept and (nearest == 1).all() and abs(expected - 1) > 0.01
     found = found.double()
-    assert (nearest == 1).all() and abs(expected - 1) > 0.01
-    assert abs(found.mean() - expected) < Z * found.std() / math.sqrt(ELEMENTS) + 1e-6
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("master", ["fp32", "remainder16", "stochastic"])
-def test_no_default_stalls(master):
-    """With the defaults the second moment follows the gradients to the end."""
-    found, expected = second_moments(onepass.optim.AdamW, BF16, 1.1015625, master=master)
-    assert found.dtype is (BF16 if master == "stochastic" else F32)
-    spread = Z * found.double().std() / math.sqrt(ELEMENTS)
-    assert abs(found.double().mean() - expected) < spread + 1e-4
+    assert abs(found.mean() - expected) < Z * found.std() / math.sqrt(ELEMENTS) + slack
 
 
 DEFAULTS = {None: None, "fp32": F32, "remainder16": F32, "stochastic": BF16}

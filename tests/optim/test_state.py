@@ -84,15 +84,16 @@ def test_as_torchs(name, flags):
 @names
 @modes
 def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
-    """Except masters of 16-bit parameters and, with stochastic rounding, its seed: for parameters,
-    and for second moments in Adam and AdamW."""
+    """Except masters of 16-bit parameters, the count of averages and, with stochastic rounding, its
+    seed: for parameters, and for second moments in Adam and AdamW."""
     plain = made(name, SHAPES, BF16).state_dict()["param_groups"][0]
     torch.manual_seed(5)
     optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 1)
     (group,) = optimizer.state_dict()["param_groups"]
     master, state_dtype = (MODES[mode].get(key) for key in ("master", "state_dtype"))
     noisy = master == "stochastic" or ("Adam" in name and state_dtype in (BF16, "int8"))
-    assert set(group) - set(plain) == ({"seed"} if noisy else set())
+    counted = {"ema_steps"} if "ema_decay" in MODES[mode] else set()
+    assert set(group) - set(plain) == ({"seed"} if noisy else set()) | counted
     if noisy:
         assert type(group["seed"]) is int
     for entries in optimizer.state_dict()["state"].values():
