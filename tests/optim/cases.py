@@ -257,7 +257,8 @@ def unchanged(optimizer):
 def made(name, sizes, dtype=F32, seed=0, cls=None, **extras):
     """One of ours, or `cls`, over random parameters; the same seed, the same parameters."""
     generator = torch.Generator().manual_seed(seed)
-    params = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    drawn = [torch.randn(size, generator=generator, device="cpu") for size in sizes]
+    params = [p.to(dtype).requires_grad_() for p in drawn]
     return built(name, params, cls, **extras)
 
 
@@ -270,7 +271,8 @@ def give_gradients(optimizer, number, scale=1.0):
     """Gradients that depend on `number` and the parameter's index alone."""
     for index, p in enumerate(members(optimizer)):
         generator = torch.Generator().manual_seed(1000 * number + index)
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+        drawn = torch.randn(p.shape, generator=generator, device="cpu")
+        p.grad = (drawn * scale).to(p.dtype)
 
 
 def steps(optimizer, count, first=0):

@@ -13,7 +13,7 @@ import torch
 
 import onepass
 from onepass import _dispatch_log
-from onepass.optim import flat_state, fuse
+from onepass.optim import flat_state
 from tests.optim.cases import (
     FLAGS,
     assert_same,
@@ -23,6 +23,7 @@ from tests.optim.cases import (
     snapshot,
     stock,
     torch_names,
+    unchanged,
 )
 from tests.support.dtypes import BF16, F32
 
@@ -44,15 +45,9 @@ def test_another_shape_is_refused(name, other):
     a, b = parameters(64, 64)
     optimizer = ours(name)([a, b], **FLAGS[name])
     optimizer.step()
-    before = snapshot(optimizer)
-    a.data = torch.randn(other)
-    a.grad, b.grad = torch.full(other, 5.0), None
-    with pytest.raises(RuntimeError, match=r"of parameter 0 must have shape"):
+    a.data, a.grad, b.grad = torch.randn(other), torch.full(other, 5.0), None
+    with unchanged(optimizer), pytest.raises(RuntimeError, match="parameter 0 must have shape"):
         optimizer.step()
-    after = snapshot(optimizer)
-    assert all(
-        torch.equal(after[key], before[key]) for key in before.keys() & after.keys() if key[0] == 1
-    )
 
 
 @torch_names
@@ -213,20 +208,6 @@ def add_a_group(optimizer, params):
     optimizer.add_param_group({"params": more, "lr": 0.25})
 
 
-def take_a_gradient(optimizer, params):
-    params[1].grad = None
-
-
-def replace_data(optimizer, params):
-    params[1].data = torch.ones_like(params[1])
-
-
-def replace_states(optimizer, params):
-    for p in params:
-        for key, value in optimizer.state[p].items():
-            optimizer.state[p][key] = value.clone() + 1
-
-
 def replace_entries(optimizer, params):
     for p in params:
         optimizer.state[p] = {key: value * 2 for key, value in optimizer.state[p].items()}
@@ -242,10 +223,6 @@ def swap_entries(optimizer, params):
     one, other, last = (optimizer.state.pop(p) for p in params)
     for p, entry in zip(params, (other, one, last), strict=True):
         optimizer.state[p] = entry
-
-
-def clear_states(optimizer, params):
-    optimizer.state.clear()
 
 
 def clear_an_entry(optimizer, params):
@@ -269,13 +246,9 @@ HARMLESS = (swap_within_a_group, make_a_tuple, add_a_group)
     [
         *HARMLESS,
         move_between_groups,
-        take_a_gradient,
-        replace_data,
-        replace_states,
         replace_entries,
         swap_states,
         swap_entries,
-        clear_states,
         clear_an_entry,
         load,
     ],
@@ -414,10 +387,8 @@ def test_clipping_what_is_listed_twice():
     for clip in (onepass.optim.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         torch.manual_seed(0)
         (p,) = parameters(10_000)
-        norm = clip([p, p], 1.0)
-        results.append((norm, p.grad))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+        results.append((clip([p, p], 1.0), p.grad))
+    torch.testing.assert_close(*results)
 
 
 # ---- codes ---------------------------------------------------------------------------------------
@@ -470,23 +441,8 @@ def test_moments_put_there_in_float32_are_encoded(name):
 # ---- fuse and checkpoints ------------------------------------------------------------------------
 
 
-def test_fuse_takes_hooks_over_and_the_old_one_shows_the_state():
-    (p,) = parameters(5000)
-    old = torch.optim.AdamW([p], lr=0.1)
-    called = []
-    old.register_step_post_hook(lambda *_: called.append(1))
-    old.step()
-    new = fuse(old, state_dtype="int8")
-    new.step()
-    assert len(called) == 2
-    assert old.state_dict()["state"][0]["step"] == 2
-    assert old.state_dict()["state"][0]["exp_avg"].dtype is F32
-    old.load_state_dict(new.state_dict())
-    assert not old.state
-
-
 def test_settings_on_a_device_stay_in_their_memory():
-    """Captured steps read them there. Tested on the meta device, as one that is not the CPU."""
+    """Captured steps read them there; here on the meta device."""
     meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
     assert flat_state.on_device(settings, torch.device("cpu"), None) is None
     first = flat_state.on_device(settings, meta, None)

@@ -9,90 +9,71 @@ import torch
 
 import onepass
 from onepass.optim.checks import refuse_shared_memory
-from tests.optim.cases import ALL, MODES, assert_same, built, members, snapshot, through_a_file
-from tests.support.dtypes import BF16
+from tests.optim.cases import (
+    ALL,
+    assert_same,
+    give_gradients,
+    kin_names,
+    like,
+    made,
+    members,
+    options_of,
+    resumed,
+    shapes_of,
+    snapshot,
+    steps,
+    stock,
+)
+from tests.support.dtypes import BF16, F32, F64
 
-CASES = {
-    **dict.fromkeys(ALL, {}),
-    "AdamW, fp32": {"max_grad_norm": 0.1},
-    "AdamW, remainder16": {"zero_grads": True},
-    "AdamW, stochastic": {"ema_decay": 0.9, "ema_dtype": "param"},
-    "AdamW, int8": {"ema_decay": 0.9, "max_grad_norm": 0.1},
-}
-
-
-def draws():
-    """A function of random tensors on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator, device="cpu")
-
-
-@pytest.fixture
-def drawn():
-    return draws()
+OF_ADAMW = ("fp32", "remainder16, bfloat16", "stochastic", "int8", "all")
+CASES = [*((name, "own state") for name in ALL), *(("AdamW", mode) for mode in OF_ADAMW)]
 
 
-def run(case, drawn):
-    name, _, mode = case.partition(", ")
-    dtype = BF16 if mode and mode != "int8" else torch.float32
-    shapes = ((64, 64), (64, 64), (64, 64) if name == "Muon" else (4096,))
-    params = [drawn(*shape).to(dtype).requires_grad_() for shape in shapes]
-    options = MODES[mode or "own state"] | CASES[case]
-    optimizer = built(name, params, **options)
+def run(name, mode):
+    optimizer = like(name, mode, F32 if mode in ("own state", "int8") else BF16)
     optimizer.step()  # without gradients
-    for number in range(3):
-        for p in params:
-            p.grad = drawn(*p.shape).to(dtype)
-        if number == 2:
-            optimizer = copy.deepcopy(optimizer)
-        optimizer.step()
-    resumed = built(name, params, **options)
-    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    for p in members(resumed):
-        p.grad = drawn(*p.shape).to(dtype)
-    resumed.step()
-    if "ema_decay" in options:
-        with resumed.swap_ema():
+    optimizer = steps(copy.deepcopy(steps(optimizer, 2)), 1, first=2)
+    new = steps(resumed(name, optimizer, **options_of(name, mode)), 1, first=3)
+    if new.ema_decay is not None:
+        with new.swap_ema():
             pass
-    return resumed
+    return snapshot(new)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_optimizers(case):
-    expected = run(case, draws())
+@pytest.mark.parametrize("name, mode", CASES)
+def test_optimizers(mode, name):
+    expected = run(name, mode)
     with torch.device("meta"):
-        assert_same(snapshot(run(case, draws())), snapshot(expected))
+        assert_same(run(name, mode), expected)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Muon", "Adafactor"])
-def test_fuse(name, drawn):
-    p = drawn(20, 30).requires_grad_()
-    optimizer = getattr(torch.optim, name)([p], lr=1e-2)
-    p.grad = drawn(20, 30)
-    optimizer.step()
+@kin_names
+def test_fuse(name):
+    old = steps(made(name, shapes_of(name), cls=stock(name)), 1)
     with torch.device("meta"):
-        fused = onepass.optim.fuse(optimizer, max_grad_norm=1.0)
+        fused = onepass.optim.fuse(old, max_grad_norm=1.0)
         fused.step()
-        p.grad = None
+        fused.zero_grad()
         fused.step()
-    assert fused.grad_norm.device.type == "cpu" and p.isfinite().all()
+    assert fused.grad_norm.device.type == "cpu" and all(p.isfinite().all() for p in members(fused))
 
 
-def test_clipping(drawn):
-    p = drawn(50).requires_grad_()
-    p.grad = drawn(50)
-    norm = p.grad.norm()
+def test_clipping():
+    optimizer = made("SGD", (50,))
+    give_gradients(optimizer, 0)
+    norm = members(optimizer)[0].grad.norm()
     with torch.device("meta"):
-        found = onepass.optim.clip_grad_norm_([p], 0.5)
+        found = onepass.optim.clip_grad_norm_(members(optimizer), 0.5)
     assert found.device.type == "cpu" and torch.isclose(found, norm)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_gradients_taken_in_backward(in_backward, drawn):
-    p = drawn(50).to(BF16).requires_grad_()
+def test_gradients_taken_in_backward(in_backward):
     with torch.device("meta"):
-        optimizer = onepass.optim.AdamW([p], master="fp32")
+        optimizer = made("AdamW", (50,), BF16, master="fp32", amsgrad=False)
         sums = onepass.optim.fused_accumulate(optimizer, in_backward=in_backward)
+        (p,) = members(optimizer)
         before = p.detach().clone()
         with sums.accumulating():
             p.square().sum().backward()
@@ -102,7 +83,7 @@ def test_gradients_taken_in_backward(in_backward, drawn):
     assert not torch.equal(p, before)
 
 
-def test_averages_of_torch(drawn):
+def test_averages_of_torch():
     model = torch.nn.Linear(4, 4)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
@@ -113,30 +94,30 @@ def test_averages_of_torch(drawn):
     assert torch.equal(averaged.module.weight, model.weight)
 
 
-def test_checks_of_memory(drawn):
-    both = drawn(10)
+def test_checks_of_memory():
+    both = torch.randn(10)
     with torch.device("meta"):
         refuse_shared_memory("test", "params", [both[::2], both[1::2]])
         with pytest.raises(RuntimeError, match="must not share memory"):
             refuse_shared_memory("test", "params", [both[::2], both[::3]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_another_default_dtype(dtype, drawn):
+@pytest.mark.parametrize("dtype", [F64, BF16])
+def test_another_default_dtype(dtype):
     """The codes' values and the steps of sums stay float32."""
-    before = torch.get_default_dtype()
-    onepass.optim.codes._magnitudes.cache_clear()
-    onepass.optim.codes._table.cache_clear()
+    (p,), before = members(made("AdamW", (4096,), BF16)), torch.get_default_dtype()
+    codes = onepass.optim.codes
+    codes._magnitudes.cache_clear()
+    codes._table.cache_clear()
     torch.set_default_dtype(dtype)
     try:
-        p = drawn(4096).to(BF16).requires_grad_()
         optimizer = onepass.optim.AdamW([p], state_dtype="int8", master="fp32")
         onepass.optim.fused_accumulate(optimizer)
         for _ in range(2):
             p.float().square().sum().backward()
         optimizer.step()
-        assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
+        assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is F32
     finally:
         torch.set_default_dtype(before)
-        onepass.optim.codes._magnitudes.cache_clear()
-        onepass.optim.codes._table.cache_clear()
+        codes._magnitudes.cache_clear()
+        codes._table.cache_clear()

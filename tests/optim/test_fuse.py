@@ -99,6 +99,9 @@ def test_fuse_takes_the_extras(mode, name):
         assert getattr(new, key) == MODES[mode].get(key)
     found, expected = (snapshot(steps(o, 2, first=2)) for o in (new, expected))
     assert_same(found, expected)
+    assert_same(snapshot(old), expected)  # it shows the state of the new one
+    old.load_state_dict(new.state_dict())
+    assert not old.state
 
 
 @torch_names
@@ -225,8 +228,10 @@ def test_fuse_refuses_methods_of_the_instance(change):
 
 
 def test_fuse_takes_what_torch_puts_around_a_step():
-    """Schedulers wrap it; accelerate puts it back as an attribute of the instance."""
+    """Schedulers wrap it; accelerate puts it back as an attribute of the instance. And hooks."""
+    called: list = []
     old = old_optimizer("AdamW", 1)
+    old.register_step_post_hook(lambda *_: called.append(1))
     torch.optim.lr_scheduler.StepLR(old, 1)
     torch.optim.lr_scheduler.CosineAnnealingLR(old, 1)
     put_back = old_optimizer("SGD", 1)
@@ -234,6 +239,7 @@ def test_fuse_takes_what_torch_puts_around_a_step():
     for one in (old, put_back):
         assert "step" in vars(one)
         steps(onepass.optim.fuse(one), 1)
+    assert called
 
 
 @torch_names
