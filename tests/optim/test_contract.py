@@ -155,17 +155,6 @@ def test_empty_and_single_elements(mode, name):
     assert all(p.numel() == 0 for p in members(nothing))
 
 
-@names
-def test_parameters_that_are_parts_of_one_buffer(name):
-    buffer = torch.randn(10_000)
-    parts = [torch.nn.Parameter(part) for part in buffer.clone().split([4097, 3, 5900])]
-    base = parts[0].untyped_storage().data_ptr()
-    assert all(p.untyped_storage().data_ptr() == base for p in parts)
-    apart = [torch.nn.Parameter(p.detach().clone()) for p in parts]
-    found, expected = ours(name)(parts, **FLAGS[name]), ours(name)(apart, **FLAGS[name])
-    assert_same(snapshot(steps(found, 3)), snapshot(steps(expected, 3)))
-
-
 SHARING = {
     "whole and part": lambda memory: (memory, memory[100:]),
     "the same": lambda memory: (memory[:5000], memory[:5000]),
@@ -173,6 +162,18 @@ SHARING = {
     "the same, with gaps": lambda memory: (memory[::2], memory[::2]),
     "over one another's gaps": lambda memory: (memory[::2], memory[1000:]),
 }
+
+
+def is_made(optimizer):
+    """Whether the step was made; one that is refused changes nothing."""
+    before = snapshot(optimizer)
+    try:
+        optimizer.step()
+    except (RuntimeError, ValueError):
+        after = snapshot(optimizer)
+        assert_same({key: after[key] for key in before}, before)
+        return False
+    return True
 
 
 @names
@@ -192,13 +193,8 @@ def test_parameters_that_share_elements_are_right_or_refused(how, later, name):
             steps(optimizer, 1)
             params[1].data = shared
         give_gradients(optimizer, 1)
-        before = snapshot(optimizer) if cls is ours(name) else None
-        try:
-            optimizer.step()
-        except (RuntimeError, ValueError):
+        if not is_made(optimizer):
             assert cls is ours(name)
-            after = snapshot(optimizer)
-            assert_same({key: after[key] for key in before}, before)
             return
         results.append(memory)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
@@ -213,19 +209,11 @@ def test_gradients_that_share_elements_are_right_or_refused(kind, zero_grads, na
     gradient = torch.randn(9000) if kind == "of two parameters" else torch.randn(1).expand(9000)
     for p, q in zip(members(optimizer), members(apart), strict=True):
         p.grad, q.grad = gradient, gradient.clone()
-    before = snapshot(optimizer)
     apart.step()
-    try:
-        optimizer.step()
-    except (RuntimeError, ValueError):
+    if not is_made(optimizer):
         assert zero_grads
-        after = snapshot(optimizer)
-        assert_same({key: after[key] for key in before}, before)
         return
-    found, expected = (
-        {k: v for k, v in snapshot(one).items() if k[1] != "grad"} for one in (optimizer, apart)
-    )
-    assert_same(found, expected)
+    assert_same(without_gradients(optimizer), without_gradients(apart))
     assert not zero_grads or not any(p.grad.any() for p in members(optimizer))
 
 
@@ -316,7 +304,6 @@ def test_constructor_errors(name):
     messages = {
         f"{name}: master must .*, got 'fp16'": {"master": "fp16"},
         f"{name}: master must .*, got True": {"master": True},
-        f"{name}: state_dtype must .*, got torch.float16": {"state_dtype": torch.float16},
         f"{name}: state_dtype must .*, got 'int4'": {"state_dtype": "int4"},
         f"{name}: state_dtype must .*, got \\['int8'\\]": {"state_dtype": ["int8"]},
         "Invalid learning rate: -1": {"lr": -1.0},
@@ -393,17 +380,6 @@ def test_a_step_marks_its_parameters_as_changed(name):
     assert p._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@names
-def test_gradients_are_read_only(name):
-    optimizer = made(name, (5, 4096), max_grad_norm=0.1)
-    give_gradients(optimizer, 0)
-    members(optimizer)[0].grad = (members(optimizer)[0] ** 2).detach().requires_grad_() * 2
-    before = [p.grad.detach().clone() for p in members(optimizer)]
-    optimizer.step()
-    assert all(same(p.grad, g) for p, g in zip(members(optimizer), before, strict=True))
-    assert all(p.is_leaf and p.requires_grad for p in members(optimizer))
 
 
 # ---- extremes ------------------------------------------------------------------------------------
