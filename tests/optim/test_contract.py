@@ -435,6 +435,7 @@ def test_settings_at_their_ends_as_torch(name):
 @pytest.mark.isa
 @names
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "all"])  # which skips the step
+@pytest.mark.grid(2)
 def test_one_bad_element_spoils_no_other(mode, name):
     """Codes of a block share a scale: there only other blocks stay correct."""
     good = made(name, (100, 4352), BF16, **MODES[mode])

@@ -22,7 +22,6 @@ from tests.optim.cases import (
     names,
     ours,
     resumed,
-    runs,
     same,
     snapshot,
     steps,
@@ -69,17 +68,6 @@ def test_averages_are_those_of_torch(dtype, name):
     for found, wanted, plain in zip(averages(optimizer), ref, base, strict=True):
         assert found.dtype == dtype
         numerics.assert_close(found, wanted, plain, case=f"{name} {dtype}")
-
-
-@pytest.mark.isa
-@runs
-def test_a_step_is_the_same_with_averages(mode, name):
-    options = {"max_grad_norm": None, "ema_dtype": None}
-    plain, averaged = (
-        steps(like(name, mode, ema_decay=decay, **options), 3) for decay in (None, DECAY)
-    )
-    for p, q in zip(members(plain), members(averaged), strict=True):
-        assert same(p, q)
 
 
 @pytest.mark.isa

@@ -89,6 +89,7 @@ def test_fuse_takes_groups_and_state(name, taken):
 
 @torch_names
 @modes
+@pytest.mark.grid
 def test_fuse_takes_the_extras(mode, name):
     old = old_optimizer(name, 2, BF16)
     torch.manual_seed(4)

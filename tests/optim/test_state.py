@@ -81,6 +81,7 @@ def test_as_torchs(name, flags):
 
 @names
 @modes
+@pytest.mark.grid
 def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
     """Except masters of 16-bit parameters, the count of averages and, with stochastic rounding, its
     seed: for parameters, and for second moments in Adam and AdamW."""
@@ -106,6 +107,7 @@ def test_what_belongs_to_the_optimizer_is_not_saved(mode, name):
 
 @names
 @modes
+@pytest.mark.grid
 def test_an_entry_is_saved_with_its_own_bytes_alone(mode, name):
     optimizer = steps(made(name, [(300,)] * 5 + [(4352,)], BF16, **MODES[mode]), 1)
     for index, entries in optimizer.state_dict()["state"].items():
@@ -325,6 +327,7 @@ def test_masters_are_dropped(master, name):
 
 @torch_names
 @modes
+@pytest.mark.grid
 def test_torch_loads_ours(mode, name):
     """Entries that torch does not know are kept."""
     whole = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
@@ -385,6 +388,7 @@ def test_codes_of_8_bits_are_replaced_by_codes(name):
 @names
 @pytest.mark.parametrize("how", ["one", "clear", "new"])
 @pytest.mark.parametrize("mode", ["own state", "fp32", "remainder16", "bfloat16", "int8"])
+@pytest.mark.grid(2)
 def test_dropped_state_starts_again(mode, how, name):
     """As with a new optimizer, bit for bit, the noise too; the state of others stays."""
     found = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
@@ -409,6 +413,7 @@ def test_dropped_state_starts_again(mode, how, name):
 
 @names
 @modes
+@pytest.mark.grid(2)
 def test_parameters_changed_from_outside_are_used(mode, name):
     """Whether overwritten or given other memory; masters restart from the new values."""
     extras = MODES[mode]
@@ -458,6 +463,7 @@ def test_masters_of_parameters_without_gradients_are_reseeded_too(master, name):
 
 @names
 @modes
+@pytest.mark.grid
 def test_members_of_a_group_are_replaced(mode, name):
     optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
     old = members(optimizer)[1]
