@@ -94,18 +94,6 @@ def test_averages_of_16_bits_do_not_stall(master, dtype):
     assert nearest == 1.0  # rounding to nearest stalls, as assumed
 
 
-@pytest.mark.isa
-@pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_decays_at_their_ends(decay):
-    optimizer = averaging(ema_decay=decay)
-    steps(optimizer, 1)
-    first = [p.detach().clone() for p in members(optimizer)]
-    steps(optimizer, 4, first=1)
-    wanted = first if decay == 1.0 else members(optimizer)
-    for average, value in zip(averages(optimizer), wanted, strict=True):
-        assert torch.equal(average, value)
-
-
 @all_names
 def test_a_decay_that_is_a_function_of_the_step(name):
     asked = []

@@ -202,28 +202,6 @@ def test_a_scaler_in_any_order(limit, name):
         assert all(same(one, two) for one, two in zip(results[0], other, strict=True))
 
 
-@names
-def test_a_scaler_of_several_optimizers(name):
-    """One of them finds an infinity: the others make their step, and all share the next scale."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizers = [made(name, SHAPES), made(name, SHAPES, fused=True), made(name, SHAPES)]
-    for one in optimizers:
-        scaled(one, scaler)
-    members(optimizers[1])[1].grad[7] = math.inf
-    scaler.unscale_(optimizers[2])
-    before = [snapshot(one) for one in optimizers]
-    for one in optimizers:
-        scaler.step(one)
-    scaler.update()
-    assert scaler.get_scale() == 512
-    assert_same(snapshot(optimizers[1]), before[1])
-    for number in (0, 2):
-        for index in range(len(SHAPES)):
-            now = members(optimizers[number])[index].detach()
-            assert not same(now, before[number][index, "param"])
-            assert same(now, members(optimizers[0])[index].detach())
-
-
 # ---- gradients set to zeros ----------------------------------------------------------------------
 
 
