@@ -307,17 +307,6 @@ def test_addresses_that_are_not_aligned(counts, operands):
     check(counts, call)
 
 
-@algorithms
-def test_bitwise_equal_in_any_order_of_blocks_and_threads(emulator, algorithm):
-    tensors = make_mixes({False: PIECE + 300, True: PIECE + 256}, MOMENTS[algorithm])[::6]
-    call = Step(algorithm, tensors, hyper({}), stochastic_params=True, norm=5.0, max_norm=1.0)
-    results = [call.copy() for _ in range(2)]
-    for seed, result in enumerate(results):
-        emulator.set(seed=seed)
-        on_cuda(result, emulator)
-    assert_equal(results[0].tensors, results[1].tensors)
-
-
 # ---- traffic -------------------------------------------------------------------------------------
 
 # AdamW, bytes per parameter: read, written; table 3c of the reference.
