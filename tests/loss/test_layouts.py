@@ -59,6 +59,7 @@ def test_gradients_in_place_of_views(dtype):
 @pytest.mark.parametrize(
     "rows, cols", [(1, 1), (5, 1), (4, 2), (2, 7), (4, 10), (7, 15), (3, 17), (4, 100), (1, 2049)]
 )
+@pytest.mark.grid(2)
 def test_odd_sizes(executor, rows, cols, dtype):
     """Elements of a row share the error of one sum, so few rows need more draws."""
     draws = 1 + 20 * executor.draws // rows

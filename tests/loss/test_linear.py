@@ -52,13 +52,8 @@ def test_several_chunks(dtype, option):
 @pytest.mark.parametrize("rows, in_features, classes", [(1, 7, 33), (3, 1, 5), (20, 9, 1)])
 def test_small_sizes(dtype, rows, in_features, classes):
     for bias in (True, False):
-        draws = range(8)
-        check(
-            *(
-                make_linear(rows, in_features, classes, dtype, bias=bias, seed=seed)
-                for seed in draws
-            )
-        )
+        sizes = (rows, in_features, classes, dtype)
+        check(*(make_linear(*sizes, bias=bias, seed=seed) for seed in range(8)))
 
 
 @pytest.mark.parametrize("wide", [F32, F16], ids=str)
@@ -75,9 +70,9 @@ def test_a_layer_of_another_dtype(wide):
 
 @isa
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("option", ["mean", "weighted, smoothed", "none"])
-def test_any_number_of_threads(dtype, option):
-    case = make_linear(ROWS[dtype], 33, 210, dtype, **OPTIONS[option])
+def test_any_number_of_threads(dtype):
+    """The plain mean: all_families/test_parallel.py."""
+    case = make_linear(ROWS[dtype], 33, 210, dtype, **OPTIONS["weighted, smoothed"])
     expected = results(case.ours, case)
     for threads in (2, 3):
         torch.set_num_threads(threads)

@@ -16,6 +16,7 @@ from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
 KINDS = ["logits", "layer"]
+LACKING = {"softcap", "z_loss"}  # in torch
 
 
 @everywhere
@@ -66,6 +67,7 @@ def test_one_row_without_a_batch(make, option):
 @everywhere
 @dtypes
 @options
+@pytest.mark.grid(2)
 def test_a_gradient_in_place_has_the_same_bits(option, dtype):
     case = make(5, 1001, dtype, **OPTIONS[option])
     assert_same_bits(results(case.inplace, case), results(case.ours, case))
@@ -126,9 +128,9 @@ def test_a_mean_is_over_the_weights_of_rows_that_count():
     assert torch.equal(case.ours(case.input, weight=case.weight), expected.float())
 
 
-@pytest.mark.parametrize("option", ["mean", "all"])
-def test_any_number_of_threads(option):
-    case = make(29, 5003, **OPTIONS[option])
+def test_any_number_of_threads():
+    """The mean of rows: all_families/test_parallel.py."""
+    case = make(29, 5003, **OPTIONS["all"] | {"reduction": "mean"})
     expected = results(case.ours, case)
     for threads in (2, 5):
         torch.set_num_threads(threads)
@@ -136,11 +138,11 @@ def test_any_number_of_threads(option):
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@options
+@pytest.mark.parametrize(
+    "option", [o for o in OPTIONS if not {"softcap", "z_loss"} & {*OPTIONS[o]}]
+)
 def test_the_reference_is_torchs(option, dtype):
     """Where torch has the option."""
-    if {"softcap", "z_loss"} & OPTIONS[option].keys():
-        pytest.skip("torch has no softcap and no z_loss")
     case = make(6, 40, dtype, **OPTIONS[option])
     torch.testing.assert_close(results(case.formula, case), results(case.torchs, case))
 

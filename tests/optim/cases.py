@@ -58,7 +58,7 @@ RUNS = [(name, mode) for name in ALL for mode in SOME_MODES.get(name, MODES)]
 FLAGS = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
     "Adam": {"lr": 1e-2, "weight_decay": 0.1},
-    "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
+    "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1},
     "Lion": {"lr": 1e-2, "weight_decay": 0.1},
     "Muon": {"lr": 1e-2, "weight_decay": 0.1, "ns_dtype": F32},  # the same products on every CPU
     "MuonWithAdamW": {"lr": 1e-2, "weight_decay": 0.1, "ns_dtype": F32},

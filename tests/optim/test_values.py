@@ -12,7 +12,6 @@ from onepass import numerics
 from tests.optim.cases import (
     DETERMINISTIC,
     FLAGS,
-    MODES,
     OF_A_GROUP,
     QUARTER,
     SCALES,
@@ -29,6 +28,7 @@ from tests.optim.cases import (
     made,
     members,
     names,
+    options_of,
     ours,
     run,
     same,
@@ -36,7 +36,6 @@ from tests.optim.cases import (
     snapshot,
     steps,
     stock,
-    torch_names,
 )
 from tests.support.dtypes import BF16, F16, F32, F64
 
@@ -220,25 +219,6 @@ def test_masters_change_nothing_in_float32(name):
 
 @pytest.mark.isa
 @names
-@pytest.mark.parametrize("mode", DETERMINISTIC)
-def test_mixed_dtypes_are_as_each_alone(mode, name):
-    dtypes = (F32, BF16, BF16) if mode == "remainder16" else (F32, BF16, F16)
-    alone = [steps(made(name, (4097,), dtype, **MODES[mode]), 3) for dtype in dtypes]
-    mixed = [torch.nn.Parameter(members(made(name, (4097,), d))[0].detach()) for d in dtypes]
-    together = ours(name)(mixed, **FLAGS[name], **MODES[mode])
-    for number in range(3):
-        for p in mixed:
-            generator = torch.Generator().manual_seed(1000 * number)
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        together.step()
-    found = snapshot(together)
-    for index, one in enumerate(alone):
-        picked = {(0, key): value for (i, key), value in found.items() if i == index}
-        assert_same(picked, snapshot(one), str(dtypes[index]))
-
-
-@pytest.mark.isa
-@names
 @pytest.mark.parametrize("gradient_dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_gradients_of_another_dtype(dtype, gradient_dtype, name):
@@ -262,62 +242,43 @@ def test_gradients_of_another_dtype(dtype, gradient_dtype, name):
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def twins(build, dtypes=(F32, F64, F32)):
-    """build(cls, dtype) for ours, torch in float64 and torch in float32: their parameters."""
-    results = []
-    for which, dtype in zip((ours, stock, stock), dtypes, strict=True):
-        torch.manual_seed(11)
-        results.append([p.detach() for p in build(which, dtype)])
-    found, ref, base = results
-    for one, two, three in zip(found, ref, base, strict=True):
-        numerics.assert_close(one, two, three)
-
-
+@pytest.mark.isa
 @pytest.mark.parametrize("name", OF_A_GROUP)
-def test_groups_are_optimizers_of_their_own(name):
-    """With a rate that is a tensor, settings that others lack, and settings that change: by
-    assignments or, as schedulers do, by writing into that tensor."""
-    shapes = (*shapes_of(name)[:2], *shapes_of(name)[:2])
-    params, others = (members(made(name, shapes)) for _ in range(2))
-    more = {"lr": 0.1, **OF_A_GROUP[name]}
-    groups = [{"params": params[:2], "lr": torch.tensor(1e-2)}, {"params": params[2:], **more}]
-    run = [built(name, groups), built(name, others[:2]), built(name, others[2:], **more)]
-    for number in range(4):
-        for p, q in zip(params, others, strict=True):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
-            q.grad = p.grad.clone()
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_each_parameter_is_stepped_as_it_is_alone(mode, name):
+    """Whatever its dtype and its group are, and which others have a gradient. With a rate that is a
+    tensor, settings that others lack, a later group, and settings that change: by assignments or,
+    as schedulers do, by writing into that tensor."""
+    options, more = options_of(name, mode), {"lr": 0.1, **OF_A_GROUP[name]}
+    half = BF16 if mode == "remainder16" else F16
+    shapes = (*shapes_of(name), shapes_of(name)[0])
+    drawn = zip(members(made(name, shapes)), (F32, BF16, half, F32, BF16), strict=True)
+    drawn = [p.detach().to(dtype) for p, dtype in drawn]
+    params, others = ([p.clone().requires_grad_() for p in drawn] for _ in range(2))
+    rate = torch.tensor(1e-2)
+    groups = [{"params": params[:2], "lr": rate}, {"params": params[2:4], **more}]
+    whole = built(name, groups, **options)
+    alone = [built(name, [q], **options, **(more if i in (2, 3) else {}))
+             for i, q in enumerate(others)]  # fmt: skip
+    for number in range(6):
         if number == 2:
-            groups[0]["lr"].fill_(0.5)
-            run[1].param_groups[0]["lr"] = 0.5
-            for group in (*run[0].param_groups[:1], *run[1].param_groups):
-                group["weight_decay"] = 0.2
-        for optimizer in run:
+            whole.add_param_group({"params": params[4:]})
+            rate.fill_(0.5)
+            for index, optimizer in enumerate((*alone, whole)):
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.5 if index < 2 else group["lr"]
+                    group["weight_decay"] = 0.2
+        for index, (p, q) in enumerate(zip(params, others, strict=True)):
+            generator = torch.Generator().manual_seed(1000 * number + index)
+            gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
+            has_one = (index + number) % 3 != 0 and (index < 4 or number >= 2)
+            p.grad, q.grad = (gradient.clone() if has_one else None for _ in range(2))
+        for optimizer in (whole, *alone):
             optimizer.step()
-    assert all(map(same, params, others))
-
-
-@torch_names
-def test_parameters_without_gradients_and_later_groups(name):
-    """Each parameter counts its own steps; a group added in mid-training starts at none."""
-
-    def build(which, dtype):
-        params = [torch.randn(size).to(dtype).requires_grad_() for size in (50, 70, 9, 4097)]
-        optimizer = which(name)(params[:3], **FLAGS[name])
-        for number in range(12):
-            if number == 5:
-                optimizer.add_param_group({"params": params[3:], "lr": 0.1})
-            for index, p in enumerate(params):
-                gradient = torch.randn(p.shape).to(dtype)
-                p.grad = gradient if index != 1 or number % 3 == 2 else None
-            params[2].grad = None
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        assert 2 not in state or not any(torch.is_tensor(v) for v in state[2].values())
-        if name != "SGD":
-            assert [float(state[index]["step"]) for index in (0, 1, 3)] == [12, 4, 7]
-        return params
-
-    twins(build)
+    for p, q, optimizer in zip(params, others, alone, strict=True):
+        assert same(p, q)
+        assert whole.state[p].keys() == optimizer.state[q].keys()
+        assert all(same(whole.state[p][key], v) for key, v in optimizer.state[q].items())
 
 
 @all_names
