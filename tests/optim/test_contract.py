@@ -321,29 +321,46 @@ def test_complex_parameters_are_refused(name):
     assert (p == 0).all()
 
 
-@names
+ERRORS = {
+    "{name}: master must .*, got 'fp16'": {"master": "fp16"},
+    "{name}: master must .*, got True": {"master": True},
+    "{name}: state_dtype must .*, got 'int4'": {"state_dtype": "int4"},
+    "{name}: state_dtype must .*, got \\['int8'\\]": {"state_dtype": ["int8"]},
+    "ema_decay must be from 0 to 1, got 1.5": {"ema_decay": 1.5},
+    "ema_decay must be from 0 to 1, got nan": {"ema_decay": math.nan},
+    "ema_decay must be a number, a function of the step or": {"ema_decay": "0.9"},
+    "ema_decay must .* got bool": {"ema_decay": True},
+    "ema_dtype must be None, torch.float": {"ema_decay": 0.9, "ema_dtype": BF16},
+    "ema_dtype must be None without ema_decay": {"ema_dtype": "param"},
+    "Invalid learning rate: -1": {"lr": -1.0},
+    "Invalid weight_decay value: -1": {"weight_decay": -1.0},
+}
+OF_TORCH = {
+    "`fused` and `foreach` cannot be `True` together": {"fused": True, "foreach": True},
+    "differentiable": {"differentiable": True},
+    "`fused` does not support `differentiable`": {"differentiable": True, "fused": True},
+}
+OWN_ERRORS = {
+    **dict.fromkeys(("AdamW", "Adam", "SGD"), OF_TORCH),
+    "Lion": {
+        "`fused` and `foreach` cannot be `True` together": {"fused": True, "foreach": True},
+        "Invalid beta parameter at index 0": {"betas": (1.0, 0.9)},
+        "Invalid beta parameter at index 1": {"betas": (0.9, -0.1)},
+    },
+    "LAMB": {
+        "Invalid beta parameter at index 1: 1.0": {"betas": (0.9, 1.0)},
+        "betas must be two numbers": {"betas": (0.9,)},
+        "Invalid epsilon value: -1.0": {"eps": -1.0},
+        "Tensor lr must be 1-element": {"lr": torch.ones(2)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OWN_ERRORS)
 def test_constructor_errors(name):
     p = torch.zeros(5, requires_grad=True)
-    messages = {
-        f"{name}: master must .*, got 'fp16'": {"master": "fp16"},
-        f"{name}: master must .*, got True": {"master": True},
-        f"{name}: state_dtype must .*, got 'int4'": {"state_dtype": "int4"},
-        f"{name}: state_dtype must .*, got \\['int8'\\]": {"state_dtype": ["int8"]},
-        "Invalid learning rate: -1": {"lr": -1.0},
-        "Invalid weight_decay value: -1": {"weight_decay": -1.0},
-        "`fused` and `foreach` cannot be `True` together": {"fused": True, "foreach": True},
-    }
-    if name != "Lion":
-        messages["differentiable"] = {"differentiable": True}
-        messages["`fused` does not support `differentiable`"] = {
-            "differentiable": True,
-            "fused": True,
-        }
-    else:
-        messages["Invalid beta parameter at index 0"] = {"betas": (1.0, 0.9)}
-        messages["Invalid beta parameter at index 1"] = {"betas": (0.9, -0.1)}
-    for message, wrong in messages.items():
-        with pytest.raises((ValueError, RuntimeError), match=message):
+    for message, wrong in {**ERRORS, **OWN_ERRORS[name]}.items():
+        with pytest.raises((ValueError, RuntimeError, TypeError), match=message.format(name=name)):
             ours(name)([p], **wrong)
 
 
