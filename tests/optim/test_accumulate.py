@@ -247,6 +247,7 @@ def test_a_function_of_the_step_is_called_once_a_round():
         sum(p.square().sum() for p in [*params, late]).backward()
         optimizer.step()
     assert seen == [2, 3, 4]
+    assert (late != 1).all()  # without a hook, in `step`
 
 
 @pytest.mark.parametrize("in_backward", [None, False, True])
@@ -330,17 +331,6 @@ def test_a_round_that_is_given_up_leaves_no_norm(how):
     assert float(before[0] - p[0]) == 0.5
     optimizer.step()
     assert handle.running_norm == pytest.approx(0.5)
-
-
-def test_what_has_no_hook():
-    model, optimizer = build("AdamW")
-    fused_accumulate(optimizer, in_backward=True)
-    late = nn.Parameter(torch.ones(4))
-    optimizer.add_param_group({"params": [late]})
-    model(batch(0)).backward()
-    late.sum().backward()
-    optimizer.step()
-    assert (late != 1).all()
 
 
 # ---- contract ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import onepass
 from onepass import numerics
 from onepass._policy import products
 from onepass.optim import newton_schulz
-from onepass.optim.muon import scale_of
 from tests.optim import cases
 from tests.optim.cases import (
     ReferenceMuon,
@@ -214,14 +213,6 @@ def test_parameters_without_a_gradient_are_still():
     p.grad = torch.zeros(3, 4)
     Muon([p], weight_decay=0.0).step()
     assert (p == 2.0).all()
-
-
-@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
-def test_scales_are_torchs(adjust_lr_fn):
-    from torch.optim._muon import _adjust_lr
-
-    for shape in ((3, 4), (4, 3), (5, 5), (1, 100)):
-        assert scale_of(adjust_lr_fn, *shape) == _adjust_lr(1.0, adjust_lr_fn, torch.Size(shape))
 
 
 def test_shared_memory_is_refused():

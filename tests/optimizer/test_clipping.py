@@ -300,21 +300,3 @@ def test_what_goes_to_torch_is_logged(monkeypatch, caplog):
         clip_grad_norm_([p], 0.1)
     assert "clip_grad_norm_: torch's own function, since" in caplog.text
     assert "must have no gaps" in caplog.text
-
-
-# ---- torch ---------------------------------------------------------------------------------------
-
-
-def test_compile():
-    gradients = [torch.randn(30), torch.randn(5, 5)]
-    expected = [g.clone() for g in gradients]
-    norm = op(expected, 0.1, 2.0, False)
-
-    def step(*gradients):
-        norm = op(list(gradients), 0.1, 2.0, False)
-        return norm, gradients[0] * 2
-
-    found, doubled = torch.compile(step, backend="aot_eager", fullgraph=True)(*gradients)
-    assert torch.equal(found, norm) and torch.equal(doubled, expected[0] * 2)
-    for one, two in zip(gradients, expected, strict=True):
-        assert torch.equal(one, two)
