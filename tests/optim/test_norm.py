@@ -120,6 +120,8 @@ def test_steps_that_are_skipped(bad, mode, name):
         steps(found, 1, first=number), steps(expected, 1, first=number)
         assert bad is None or found.grad_norm.isfinite()
     assert_same(snapshot(found), snapshot(expected))
+    counts = [[group.get("ema_steps") for group in one.param_groups] for one in (found, expected)]
+    assert counts[0] == counts[1]
 
 
 # ---- GradScaler ----------------------------------------------------------------------------------
