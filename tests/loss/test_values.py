@@ -20,6 +20,7 @@ LACKING = {"softcap", "z_loss"}  # in torch
 
 
 @everywhere
+@pytest.mark.emulator_grid(2)
 @options
 @dtypes
 def test_values_and_gradients(executor, dtype, option):
