@@ -30,11 +30,18 @@ def refused(op, given: dict, wrong: dict[str, dict], name: str) -> None:
 def test_messages(name, device):
     other = "meta" if device == "cpu" else "cpu"
     has_layer = name == "linear_cross_entropy"
-    classes, cols = (9, "in_features") if has_layer else (6, "classes")
+    classes = 9 if has_layer else 6
     x, ones = torch.randn(4, 6, device=device), torch.ones(classes, device=device)
     target, layer = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(9, 6).to(device)
-    shape = rf"input must have shape \({cols},\) or \(rows, {cols}\), other dimensions being "
-    shape += "flattened, got"
+    shape = (
+        r"input must have shape \(classes,\) or \(rows, classes\), other dimensions being "
+        r"flattened"
+    )
+    if has_layer:
+        shape = (
+            r"input must have shape \(in_features,\) or \(rows, in_features\), other dimensions "
+            r"being flattened"
+        )
     of_target = (
         r"target must have dtype int64, indices of classes \(torch.nn.functional.cross_entropy "
         r"takes their probabilities\), got"
@@ -45,8 +52,8 @@ def test_messages(name, device):
     smoothing = "label_smoothing must lie between 0 and 1, got"
     wide = {"input": x.double()} | ({"linear_weight": layer.double()} if has_layer else {})
     wrong = {
-        rf"{shape} \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
-        rf"{shape} \(\)": {"input": x[0, 0], "target": target[0]},
+        rf"{shape}, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
+        rf"{shape}, got \(\)": {"input": x[0, 0], "target": target[0]},
         r"target must have shape \(4,\), got \(3,\)": {"target": target[:3]},
         r"target must have shape \(4,\), got \(4, 1\)": {"target": target[:, None]},
         r"target must have shape \(\), got \(1,\)": {"input": x[0], "target": target[:1]},

@@ -90,8 +90,10 @@ BY_MESSAGE = {
     "layout must name a row of hyper, got -1": (torch.ones(5), {"row": {1: -1}}),
     "layout must name one of the states, got 3": (torch.ones(5), {"row": {STEP: 3}}),
     "layout must lie within the states, got": (torch.ones(5), {"row": {MOMENTS + 1: 1}}),
-    "states must hold a float32 step per parameter": (torch.ones(5), {"row": {STEP: -1}}),
-    "moments of one dtype, float32, bfloat16, float16 or codes": (
+    "states must hold a float32 step per parameter, got none or another dtype": (
+        torch.ones(5), {"row": {STEP: -1}}
+    ),
+    "states must hold moments of one dtype, float32, bfloat16, float16 or codes": (
         torch.ones(5), {"moment": torch.zeros(5).int()}
     ),
     r"codes \(float64 for float64 parameters\), got float64": (
@@ -103,13 +105,13 @@ BY_MESSAGE = {
     "states must hold float32 scales beside codes, got none or another dtype": (
         torch.ones(256), {"moment": torch.zeros(256).byte()}
     ),
-    "masters in float32 for 16-bit parameters, .* got float32 for float32": (
+    "states must hold masters in float32 for 16-bit parameters, or int16 .* float32 for float32": (
         torch.ones(5), kept(MASTER, torch.zeros(5))
     ),
     "or int16 remainders for bfloat16 ones, got int16 for float16": (
         torch.ones(5).half(), kept(MASTER, torch.zeros(5).short())
     ),
-    "averages in the parameter's dtype, .* got float16 for float32": (
+    "states must hold averages in the parameter's dtype, or in float32 unless .* float16 for": (
         torch.ones(5), kept(AVERAGE, torch.zeros(5).half())
     ),
     "or in float32 unless that is float64, got float32 for float64": (
