@@ -157,6 +157,22 @@ def test_checkpoints_of_torch_load():
     steps(mine, 1)
 
 
+ERRORS = {
+    "Learning rate should be >= 0 but is: -0.5": {"lr": -0.5},
+    "Tensor lr must be 1-element": {"lr": torch.tensor([0.1, 0.2])},
+    "momentum should be >= 0 but is: -1.0": {"momentum": -1.0},
+    "weight decay should be >= 0 but is: -0.5": {"weight_decay": -0.5},
+    "Adjust learning rate function arbitrary is not supported": {"adjust_lr_fn": "arbitrary"},
+}
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Muon, Muon])
+def test_errors_of_torch(cls):
+    for message, settings in ERRORS.items():
+        with pytest.raises(ValueError, match=message):
+            cls([torch.zeros(3, 4, requires_grad=True)], **settings)
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)])
 def test_parameters_that_are_no_matrices(shape):
     for cls in (torch.optim.Muon, Muon):

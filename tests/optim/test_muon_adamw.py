@@ -143,6 +143,14 @@ def test_a_small_head_by_its_place_in_the_model():
     assert "fc.weight" in adamw[1]
 
 
+def test_a_head_that_the_model_names():
+    """As models of transformers do."""
+    model = torch.nn.ModuleDict({"mlp": Block(8)})
+    model.get_output_embeddings = lambda: model["mlp"].up
+    muon, adamw = named(muon_groups(model))
+    assert "mlp.up.weight" in adamw[1] and "mlp.qkv.weight" in muon[1]
+
+
 def test_patterns_outweigh_the_rule():
     model = Model()
     model.blocks[1].up.weight.requires_grad_(False)

@@ -276,9 +276,14 @@ def test_each_parameter_is_stepped_as_it_is_alone(mode, name):
         for optimizer in (whole, *alone):
             optimizer.step()
     for p, q, optimizer in zip(params, others, alone, strict=True):
-        assert same(p, q)
-        assert whole.state[p].keys() == optimizer.state[q].keys()
-        assert all(same(whole.state[p][key], v) for key, v in optimizer.state[q].items())
+        found, expected = ({"param": x.detach(), **one.state[x]}
+                           for one, x in ((whole, p), (optimizer, q)))  # fmt: skip
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if name not in ("Adafactor", "LAMB"):  # whose sums depend on the address
+                assert same(found[key], value), key
+            elif key != "remainder":
+                torch.testing.assert_close(found[key], value)
 
 
 @all_names
