@@ -112,7 +112,9 @@ def test_shards_of_matrices_are_bitwise_parts_of_the_whole(mode, dimension):
 def body_of_moved_shards(mode):
     """A parameter that moves is as one that is written: its steps begin from what is there."""
     reference = made("AdamW", SHARDED, BF16, **SHARDED_MODES[mode])
-    params, mesh = sharded_parameters(reference, [Shard(0)])
+    mesh = mesh_of((2,))
+    parts = [distribute_tensor(p.detach(), mesh, [Shard(0)]) for p in members(reference)]
+    params = [torch.nn.Parameter(part) for part in parts]
     optimizer = ours("AdamW")(params, **FLAGS["AdamW"], **SHARDED_MODES[mode])
     for number in range(4):
         if number == 2:  # as when a model is moved
