@@ -107,3 +107,28 @@ def test_shards_are_bitwise_parts_of_the_whole():
 def test_shards_of_matrices_are_bitwise_parts_of_the_whole(mode, dimension):
     """Muon's products are of whole matrices, and the same ones."""
     run(2, body_of_shards, "Muon", ((5, 7), (7, 5), (1, 6), (5, 7)), mode, dimension)
+
+
+def body_of_moved_shards(mode):
+    """A parameter that moves is as one that is written: its steps begin from what is there."""
+    reference = made("AdamW", SHARDED, BF16, **SHARDED_MODES[mode])
+    mesh = mesh_of((2,))
+    parts = [distribute_tensor(p.detach(), mesh, [Shard(0)]) for p in members(reference)]
+    params = [torch.nn.Parameter(part) for part in parts]
+    optimizer = ours("AdamW")(params, **FLAGS["AdamW"], **SHARDED_MODES[mode])
+    for number in range(4):
+        if number == 2:  # as when a model is moved
+            torch.nn.ParameterList(params)._apply(torch.clone)
+            with torch.no_grad():
+                torch._foreach_mul_(members(reference), 1)
+        steps(reference, 1, first=number)
+        for p, q in zip(params, members(reference), strict=True):
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+        optimizer.step()
+    for p, q in zip(params, members(reference), strict=True):
+        assert same(whole(p), q.detach())
+
+
+@pytest.mark.parametrize("mode", ["own state", "fp32"])
+def test_shards_in_new_memory_are_stepped_there(mode):
+    run(2, body_of_moved_shards, mode)

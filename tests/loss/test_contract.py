@@ -26,93 +26,69 @@ def refused(op, given: dict, wrong: dict[str, dict], name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_messages(device):
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_messages(name, device):
     other = "meta" if device == "cpu" else "cpu"
-    x, weight = torch.randn(4, 6, device=device), torch.ones(6, device=device)
-    target = torch.zeros(4, dtype=torch.int64, device=device)
+    has_layer = name == "linear_cross_entropy"
+    classes = 9 if has_layer else 6
+    x, ones = torch.randn(4, 6, device=device), torch.ones(classes, device=device)
+    target, layer = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(9, 6).to(device)
     shape = (
         r"input must have shape \(classes,\) or \(rows, classes\), other dimensions being "
         r"flattened"
     )
+    if has_layer:
+        shape = (
+            r"input must have shape \(in_features,\) or \(rows, in_features\), other dimensions "
+            r"being flattened"
+        )
+    of_target = (
+        r"target must have dtype int64, indices of classes \(torch.nn.functional.cross_entropy "
+        r"takes their probabilities\), got"
+    )
+    beside = "must have dtype float32, bfloat16 or float16 beside input, got float64"
+    of_weight = rf"weight must have shape \({classes},\), got"
     cap = "softcap must be 0 or a positive number that float32 holds, got"
+    smoothing = "label_smoothing must lie between 0 and 1, got"
+    wide = {"input": x.double()} | ({"linear_weight": layer.double()} if has_layer else {})
     wrong = {
         rf"{shape}, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
         rf"{shape}, got \(\)": {"input": x[0, 0], "target": target[0]},
         r"target must have shape \(4,\), got \(3,\)": {"target": target[:3]},
         r"target must have shape \(4,\), got \(4, 1\)": {"target": target[:, None]},
         r"target must have shape \(\), got \(1,\)": {"input": x[0], "target": target[:1]},
-        r"target must have dtype int64, indices of classes \(torch.nn.functional.cross_entropy "
-        r"takes their probabilities\), got float32": {"target": x},
-        "target must have dtype int64, .*, got int32": {"target": target.int()},
-        "input must have dtype float32, bfloat16, float16 or float64, got int64": (
-            {"input": x.long()}
-        ),
-        r"weight must have shape \(6,\), got \(5,\)": {"weight": weight[:5]},
-        "weight must have dtype float32, bfloat16 or float16 beside input, got float64": (
-            {"weight": weight.double()}
-        ),
-        "weight must have dtype float64 like input, got float32": (
-            {"input": x.double(), "weight": weight}
-        ),
-        "label_smoothing must lie between 0 and 1, got 1.5": {"label_smoothing": 1.5},
-        "label_smoothing must lie between 0 and 1, got nan": {"label_smoothing": float("nan")},
+        f"{of_target} float32": {"target": x},
+        f"{of_target} float64": {"target": target.double(), "weight": ones},
+        "input must have dtype float32, bfloat16, float16 or float64, got i": {"input": x.long()},
+        rf"{of_weight} \(5,\)": {"weight": ones[:5]},
+        # Before its numbers are looked up.
+        rf"{of_weight} \(4,\)": {"target": target + classes - 1, "weight": ones[:4]},
+        rf"{of_weight} \(\)": {"weight": ones[0]},
+        f"weight {beside}": {"weight": ones.double()},
+        "weight must have dtype float64 like input, got float32": wide | {"weight": ones},
+        f"{smoothing} 1.5": {"label_smoothing": 1.5},
+        f"{smoothing} nan": {"label_smoothing": float("nan")},
         f"{cap} -1": {"softcap": -1.0},
         f"{cap} 1e\\+300": {"softcap": 1e300},
         "z_loss must be finite, got inf": {"z_loss": float("inf")},
-        "target must be on the device of input": {"target": torch.empty_like(target, device=other)},
-        "weight must be on the device of input": {"weight": torch.empty_like(weight, device=other)},
     }
-    refused(ce, {"input": x, "target": target}, wrong, "cross_entropy")
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_messages_with_a_layer(device):
-    other = "meta" if device == "cpu" else "cpu"
-    x, w = torch.randn(4, 6, device=device), torch.randn(9, 6, device=device)
-    target, ones = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(9, device=device)
-    shape = (
-        r"input must have shape \(in_features,\) or \(rows, in_features\), other dimensions being "
-        r"flattened"
-    )
-    classes = r"target must have dtype int64, indices of classes"
-    beside = "must have dtype float32, bfloat16 or float16 beside input, got float64"
-    wrong = {
-        rf"{shape}, got \(2, 2, 6\)": {"input": x.view(2, 2, 6)},
-        rf"{shape}, got \(\)": {"input": x[0, 0], "target": target[0]},
-        r"linear_weight must have shape \(classes, 6\), got \(9, 5\)": {"linear_weight": w[:, :5]},
-        r"linear_weight must have shape \(classes, 6\), got \(6,\)": {"linear_weight": w[0]},
-        r"linear_weight must have shape \(classes, 6\), got \(\)": {
-            "linear_weight": w[0, 0],
-            "weight": ones,
-        },
-        f"linear_weight {beside}": {"linear_weight": w.double()},
-        r"linear_bias must have shape \(9,\), got \(8,\)": {"linear_bias": ones[:8]},
-        f"linear_bias {beside}": {"linear_bias": ones.double()},
-        r"target must have shape \(4,\), got \(3,\)": {"target": target[:3]},
-        r"target must have shape \(\), got \(1,\)": {"input": x[0], "target": target[:1]},
-        rf"{classes} \(.*\), got float32": {"target": x},
-        rf"{classes} \(.*\), got float64": {"target": target.double(), "weight": ones},
-        "input must have dtype float32, bfloat16, float16 or float64, got int64": (
-            {"input": x.long()}
-        ),
-        r"weight must have shape \(9,\), got \(5,\)": {"weight": ones[:5]},
-        # Before its numbers are looked up.
-        r"weight must have shape \(9,\), got \(4,\)": {"target": target + 8, "weight": ones[:4]},
-        r"weight must have shape \(9,\), got \(\)": {"weight": ones[0]},
-        "weight must have dtype float64 like input, got float32": (
-            {"input": x.double(), "linear_weight": w.double(), "weight": ones}
-        ),
-        "label_smoothing must lie between 0 and 1, got 1.5": {"label_smoothing": 1.5},
-        "softcap must be 0 or a positive number that float32 holds, got -1": {"softcap": -1.0},
-        "z_loss must be finite, got inf": {"z_loss": float("inf")},
-    }
-    for name, tensor in {"linear_weight": w, "linear_bias": ones, "weight": ones}.items():
-        there = torch.empty_like(tensor, device=other)
-        wrong[f"{name} must be on the device of input"] = {name: there}
-    there = torch.empty_like(target, device=other)
-    wrong["target must be on the device of input"] = {"target": there, "weight": ones}
-    given = {"input": x, "linear_weight": w, "target": target}
-    refused(lce, given, wrong, "linear_cross_entropy")
+    given, op, tensors = {"input": x, "target": target}, ce, {"weight": ones}
+    if has_layer:
+        given, op = given | {"linear_weight": layer}, lce
+        tensors |= {"linear_weight": layer, "linear_bias": ones}
+        of_layer = r"linear_weight must have shape \(classes, 6\), got"
+        wrong |= {
+            rf"{of_layer} \(9, 5\)": {"linear_weight": layer[:, :5]},
+            rf"{of_layer} \(6,\)": {"linear_weight": layer[0]},
+            rf"{of_layer} \(\)": {"linear_weight": layer[0, 0], "weight": ones},
+            f"linear_weight {beside}": {"linear_weight": layer.double()},
+            r"linear_bias must have shape \(9,\), got \(8,\)": {"linear_bias": ones[:8]},
+            f"linear_bias {beside}": {"linear_bias": ones.double()},
+        }
+    for argument, tensor in (tensors | {"target": target}).items():
+        there = {argument: torch.empty_like(tensor, device=other)}
+        wrong[f"{argument} must be on the device of input"] = {"weight": ones} | there
+    refused(op, given, wrong, name)
 
 
 @pytest.mark.parametrize("wrong", [6, -1, -99, 2**40])
@@ -240,29 +216,16 @@ def result_of(x):
     return x.requires_grad_() * 1.0
 
 
-VIEWS_OF_A_LEAF = {
-    "a leaf": lambda leaf: leaf,
-    "a view of a leaf": lambda leaf: leaf.view(3, 5)[1:],
-    "a view of a leaf, by unbind": lambda leaf: leaf.unsqueeze(0).unbind()[0],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS_OF_A_LEAF)
-def test_a_gradient_in_place_of_a_leaf_is_refused(view):
-    """As torch refuses to write into one: its `.grad` would be its own memory."""
-    leaf = torch.nn.Parameter(torch.randn(3, 5))
+def test_a_gradient_in_place_of_a_leaf_is_refused():
+    """Views of leaves: all_families/test_inplace.py. Without a backward nothing is written."""
+    leaf, target = torch.nn.Parameter(torch.randn(3, 5)), torch.arange(3)
     before = leaf.detach().clone()
-    x = VIEWS_OF_A_LEAF[view](leaf)
-    target = torch.arange(len(x))
     message = "cross_entropy: input must be the result of an operator to be written in place where "
-    message += f"a gradient is required, got {view.partition(',')[0]}$"
-    for call in (ce, CrossEntropyLoss(inplace_backward=True)):
-        more = {"inplace_backward": True} if call is ce else {}
-        with pytest.raises(RuntimeError, match=message):
-            call(x, target, **more)
-        with torch.no_grad():  # without a backward nothing is written
-            call(x, target, **more)
-    ce(x.detach(), target, inplace_backward=True)
+    with pytest.raises(RuntimeError, match=message + "a gradient is required, got a leaf$"):
+        CrossEntropyLoss(inplace_backward=True)(leaf, target)
+    with torch.no_grad():
+        ce(leaf, target, inplace_backward=True)
+    ce(leaf.detach(), target, inplace_backward=True)
     assert torch.equal(leaf, before)
 
 
@@ -291,22 +254,11 @@ def test_a_gradient_in_place_needs_rows_of_its_own(view):
     assert torch.equal(x, before)
 
 
-def backwards(dtype=F32):
+def backwards():
     """(a layer, its logits, targets), for gradients in place of the logits."""
     torch.manual_seed(0)
-    layer = torch.nn.Linear(8, 40).to(dtype)
-    logits = layer(torch.randn(6, 8, dtype=dtype))
-    return layer, logits, torch.arange(6)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-def test_gradients_of_the_layer_below(dtype):
-    found = []
-    for inplace in (True, False):
-        layer, logits, target = backwards(dtype)
-        ce(logits, target, inplace_backward=inplace).backward()
-        found.append([p.grad for p in layer.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    layer = torch.nn.Linear(8, 40)
+    return layer, layer(torch.randn(6, 8)), torch.arange(6)
 
 
 CHANGED = "modified by an inplace operation"

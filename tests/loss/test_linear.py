@@ -24,7 +24,6 @@ from tests.loss.cases import (
 )
 from tests.support.allocations import peak
 from tests.support.dtypes import BF16, F16, F32, F64
-from tests.support.layouts import LAYOUTS, strided
 from tests.support.results import assert_same_bits
 
 isa = pytest.mark.isa
@@ -53,13 +52,8 @@ def test_several_chunks(dtype, option):
 @pytest.mark.parametrize("rows, in_features, classes", [(1, 7, 33), (3, 1, 5), (20, 9, 1)])
 def test_small_sizes(dtype, rows, in_features, classes):
     for bias in (True, False):
-        draws = range(8)
-        check(
-            *(
-                make_linear(rows, in_features, classes, dtype, bias=bias, seed=seed)
-                for seed in draws
-            )
-        )
+        sizes = (rows, in_features, classes, dtype)
+        check(*(make_linear(*sizes, bias=bias, seed=seed) for seed in range(8)))
 
 
 @pytest.mark.parametrize("wide", [F32, F16], ids=str)
@@ -76,9 +70,9 @@ def test_a_layer_of_another_dtype(wide):
 
 @isa
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("option", ["mean", "weighted, smoothed", "none"])
-def test_any_number_of_threads(dtype, option):
-    case = make_linear(ROWS[dtype], 33, 210, dtype, **OPTIONS[option])
+def test_any_number_of_threads(dtype):
+    """The plain mean: all_families/test_parallel.py."""
+    case = make_linear(ROWS[dtype], 33, 210, dtype, **OPTIONS["weighted, smoothed"])
     expected = results(case.ours, case)
     for threads in (2, 3):
         torch.set_num_threads(threads)
@@ -107,16 +101,6 @@ def test_large_gradients_in_float16(factor, z_loss, reduction):
     check(case)
     found = results(case.ours, case)
     assert all(found[f"d{name}"].isfinite().all() for name in case.operands)
-
-
-def test_gradients_of_some():
-    case = make_linear(300, 16, 50)
-    expected = results(case.ours, case)
-    for wanted in case.operands:
-        given = {n: t.detach().requires_grad_(n == wanted) for n, t in case.operands.items()}
-        loss = case.ours(**given)
-        (gradient,) = torch.autograd.grad(loss, given[wanted], case.dloss)
-        assert torch.equal(gradient, expected[f"d{wanted}"]), wanted
 
 
 @pytest.mark.parametrize("option", ["mean", "none"])
@@ -170,18 +154,6 @@ def test_tied_weights():
 
 
 # ---- layouts -------------------------------------------------------------------------------------
-
-
-@dtypes
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides(layout, dtype):
-    case = make_linear(6, 40, 24, dtype, **OPTIONS["all"])
-    expected = results(case.ours, case)
-    case.input = strided(case.input.view(2, 3, 40), layout).flatten(0, 1)
-    found = results(case.ours, case)
-    assert_same_bits(found, expected)
-    case.linear_weight = strided(case.linear_weight.view(4, 6, 40), layout).flatten(0, 1)
-    assert_same_bits(results(case.ours, case), expected)
 
 
 def test_strides_of_vectors_and_a_transposed_weight():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass import functional, numerics
 from tests.loss.cases import OPTIONS, dtypes, leaves, make, make_linear, results, small
-from tests.support.dtypes import BF16, F16, F32
+from tests.support.dtypes import BF16, F16
 
 
 def test_what_is_kept_is_three_numbers_of_a_row():
@@ -141,15 +141,10 @@ def test_tensors_with_products_of_their_own():
 
 
 def test_explain_names_the_kernels():
-    leaf, target = torch.randn(64, 64, requires_grad=True), torch.zeros(64, dtype=torch.int64)
-    ce = functional.cross_entropy
-    text = str(onepass.explain(lambda: ce(leaf, target, label_smoothing=0.1).backward()))
+    case = make(64, 64, label_smoothing=0.1)
+    text = str(onepass.explain(lambda: results(case.ours, case)))
     assert "loss_forward_kernel" in text and "loss_backward_kernel" in text
     assert "cross_entropy (64 x 64, float32, mean, label_smoothing 0.1)" in text
-    text = str(onepass.explain(lambda: ce(leaf * 1.0, target, inplace_backward=True).backward()))
-    assert "cross_entropy_backward_inplace (64 x 64, float32, mean)" in text
-    plain = F.cross_entropy(leaf, target)
-    assert "loss" not in str(onepass.explain(lambda: plain + 1))
     case = make_linear(600, 16, 64)
     text = str(onepass.explain(lambda: results(case.ours, case)))
     for line in (
@@ -160,16 +155,6 @@ def test_explain_names_the_kernels():
         "3 x linear_backward: dweight (64 x 200 by 200 x 16",
     ):
         assert line in text, text
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_gradients_are_accumulated(dtype):
-    case = make_linear(600, 16, 64, dtype)
-    expected = results(case.ours, case)
-    layer = case.linear_weight.clone().requires_grad_()
-    for _ in range(2):
-        case.ours(case.input, layer, case.linear_bias).backward(case.dloss)
-    assert torch.equal(layer.grad, 2 * expected["dlinear_weight"])
 
 
 # ---- as modules ----------------------------------------------------------------------------------

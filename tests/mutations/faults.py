@@ -104,7 +104,7 @@ FAULTS = [
     ),
     *_of(
         "csrc/cpu/optimizer/",
-        "tests/optim",
+        "tests/optim tests/optimizer",
         (
             "update.h",
             "fma<A>(square_root<A>(top), inverse_root_, eps_)",

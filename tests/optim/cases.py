@@ -31,7 +31,7 @@ MODES = {
     "own state": {},
     "fp32": {"master": "fp32", "state_dtype": F32},
     "remainder16": {"master": "remainder16", "state_dtype": F32},
-    "remainder16, bfloat16": {"master": "remainder16", "state_dtype": BF16},
+    "remainder16, bfloat16": {"master": "remainder16", "state_dtype": BF16, "ema_decay": 0.9},
     "stochastic": {"master": "stochastic"},
     "bfloat16": {"state_dtype": BF16},
     "int8": {"state_dtype": "int8"},
@@ -41,6 +41,8 @@ MODES = {
         "state_dtype": "int8",
         "max_grad_norm": 0.5,
         "zero_grads": True,
+        "ema_decay": 0.9,
+        "ema_dtype": "param",
     },
 }
 DETERMINISTIC = ("float32 state", "own state", "fp32", "remainder16")
@@ -56,7 +58,7 @@ RUNS = [(name, mode) for name in ALL for mode in SOME_MODES.get(name, MODES)]
 FLAGS = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
     "Adam": {"lr": 1e-2, "weight_decay": 0.1},
-    "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
+    "SGD": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1},
     "Lion": {"lr": 1e-2, "weight_decay": 0.1},
     "Muon": {"lr": 1e-2, "weight_decay": 0.1, "ns_dtype": F32},  # the same products on every CPU
     "MuonWithAdamW": {"lr": 1e-2, "weight_decay": 0.1, "ns_dtype": F32},
@@ -66,10 +68,13 @@ FLAGS = {
 
 # Settings of one group that the others do not have.
 OF_A_GROUP = {
-    "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
+    "AdamW": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": False, "maximize": True},
     "Adam": {"betas": (0.7, 0.9), "eps": 1e-2, "amsgrad": True, "maximize": True},
     "SGD": {"momentum": 0.5, "dampening": 0.3, "maximize": True},
     "Lion": {"betas": (0.7, 0.9), "maximize": True},
+    "Muon": {"momentum": 0.5, "ns_steps": 2},
+    "Adafactor": {"d": 2.0, "maximize": True},
+    "LAMB": {"betas": (0.4, 0.9), "maximize": True},
 }
 # Options under which states are loaded.
 EXTRAS = {
@@ -94,47 +99,48 @@ torch_names = pytest.mark.parametrize("name", TORCH_NAMES)
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-class ReferenceLion(torch.optim.Optimizer):
-    """Chen et al.: Symbolic Discovery of Optimization Algorithms, 2023."""
+class Reference(torch.optim.Optimizer):
+    """An optimizer of a formula of the reference, which `stepped` applies to a parameter."""
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
-        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            for p in group["params"]:
-                gradient = -p.grad if group["maximize"] else p.grad
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = average * beta1 + gradient * (1 - beta1)
-                closest = self.state[p].get("closest", update.abs())
-                self.state[p]["closest"] = torch.minimum(closest, update.abs())
-                p.mul_(1 - lr * group["weight_decay"]).sub_(update.sign(), alpha=lr)
-                average.mul_(beta2).add_(gradient, alpha=1 - beta2)
-
-
-class ReferenceLAMB(torch.optim.Optimizer):
-    """An optimizer class of the reference."""
-
-    def __init__(self, params, maximize=False, **settings):
-        super().__init__(params, {"lr": 1e-3, "maximize": maximize, "settings": settings})
+    def __init__(self, params, lr=1e-3, maximize=False, **settings):
+        super().__init__(params, {"lr": lr, "maximize": maximize, **settings})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            other = ("params", "maximize", "initial_lr")
+            settings = {k: v for k, v in group.items() if k not in other}
+            settings["lr"] = float(group["lr"])
             for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, moments=(torch.zeros_like(p), torch.zeros_like(p)))
-                state["step"] += 1
                 gradient = -p.grad if group["maximize"] else p.grad
-                after = reference.optimizer.lamb(
-                    p, gradient, *state["moments"], state["step"], **group["settings"]
-                )
-                p.copy_(after[0])
-                state["moments"] = after[1:]
+                p.copy_(self.stepped(p, gradient, self.state[p], settings))
+
+
+class ReferenceLion(Reference):
+    """Keeps how close an update came to zero, too."""
+
+    def stepped(self, p, gradient, state, settings):
+        beta, _ = settings.get("betas", (0.9, 0.99))
+        average = state.setdefault("exp_avg", torch.zeros_like(p))
+        update = (average * beta + gradient * (1 - beta)).abs()
+        state["closest"] = torch.minimum(state.get("closest", update), update)
+        after, state["exp_avg"] = reference.optimizer.lion(p, gradient, average, **settings)
+        return after
+
+
+class ReferenceLAMB(Reference):
+    def stepped(self, p, gradient, state, settings):
+        step, *moments = state.get("all", (0, torch.zeros_like(p), torch.zeros_like(p)))
+        after, *moments = reference.optimizer.lamb(p, gradient, *moments, step + 1, **settings)
+        state["all"] = step + 1, *moments
+        return after
+
+
+class ReferenceMuon(Reference):
+    def stepped(self, p, gradient, state, settings):
+        buffer = state.get("momentum_buffer", torch.zeros_like(p))
+        after, state["momentum_buffer"] = reference.optimizer.muon(p, gradient, buffer, **settings)
+        return after
 
 
 REFERENCES = {"Lion": ReferenceLion, "LAMB": ReferenceLAMB}
@@ -251,7 +257,8 @@ def unchanged(optimizer):
 def made(name, sizes, dtype=F32, seed=0, cls=None, **extras):
     """One of ours, or `cls`, over random parameters; the same seed, the same parameters."""
     generator = torch.Generator().manual_seed(seed)
-    params = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    drawn = [torch.randn(size, generator=generator, device="cpu") for size in sizes]
+    params = [p.to(dtype).requires_grad_() for p in drawn]
     return built(name, params, cls, **extras)
 
 
@@ -264,7 +271,8 @@ def give_gradients(optimizer, number, scale=1.0):
     """Gradients that depend on `number` and the parameter's index alone."""
     for index, p in enumerate(members(optimizer)):
         generator = torch.Generator().manual_seed(1000 * number + index)
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+        drawn = torch.randn(p.shape, generator=generator, device="cpu")
+        p.grad = (drawn * scale).to(p.dtype)
 
 
 def steps(optimizer, count, first=0):

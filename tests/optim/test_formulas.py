@@ -157,22 +157,6 @@ def test_small_states_are_refused(state_dtype, name):
         made(name, SHAPES, state_dtype=state_dtype)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
-        ({"betas": (0.9,)}, "betas must be two numbers"),
-        ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
-        ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
-        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
-    ],
-)
-def test_messages_of_lamb(settings, message):
-    with pytest.raises(ValueError, match=message):
-        made("LAMB", SHAPES, **settings)
-
-
 @names
 def test_states_of_another_shape_are_not_loaded(name):
     optimizer = steps(made(name, SHAPES), 2)

@@ -89,6 +89,7 @@ def test_fuse_takes_groups_and_state(name, taken):
 
 @torch_names
 @modes
+@pytest.mark.grid
 def test_fuse_takes_the_extras(mode, name):
     old = old_optimizer(name, 2, BF16)
     torch.manual_seed(4)
@@ -99,6 +100,9 @@ def test_fuse_takes_the_extras(mode, name):
         assert getattr(new, key) == MODES[mode].get(key)
     found, expected = (snapshot(steps(o, 2, first=2)) for o in (new, expected))
     assert_same(found, expected)
+    assert_same(snapshot(old), expected)  # it shows the state of the new one
+    old.load_state_dict(new.state_dict())
+    assert not old.state
 
 
 @torch_names
@@ -182,51 +186,38 @@ def test_a_refused_fuse_leaves_the_old_one_as_it_was(name):
             steps(old, 1)
 
 
-def own_step(optimizer):
+def put_own(optimizer, method):
     """A user's own, as a method of the instance."""
-    step = type(optimizer).step
-    own = functools.wraps(step)(lambda self, closure=None: step(self, closure))
-    optimizer.step = own.__get__(optimizer)
-
-
-def own_step_under_a_scheduler(optimizer):
-    own_step(optimizer)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
-def own_step_over_a_scheduler(optimizer):
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    wrapped = optimizer.step
-    optimizer.step = functools.wraps(wrapped)(lambda *given: wrapped(*given))
-
-
-def own_zero_grad(optimizer):
-    optimizer.zero_grad = lambda set_to_none=True: None
-
-
-def own_state_dict(optimizer):
-    optimizer.state_dict = dict
+    inner = getattr(optimizer, method)
+    inner = getattr(inner, "__func__", lambda self, *given: inner(*given))
+    own = functools.wraps(inner)(lambda self, *given: inner(self, *given))
+    setattr(optimizer, method, own.__get__(optimizer))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [own_step, own_step_under_a_scheduler, own_step_over_a_scheduler, own_zero_grad,
-     own_state_dict],
+    "method, scheduled",
+    [("step", None), ("step", "before"), ("step", "after"), ("zero_grad", None),
+     ("state_dict", None)],
 )  # fmt: skip
-def test_fuse_refuses_methods_of_the_instance(change):
+def test_fuse_refuses_methods_of_the_instance(method, scheduled):
     """They would not be called any more."""
     old = old_optimizer("AdamW", 1)
-    change(old)
+    if scheduled == "before":
+        torch.optim.lr_scheduler.StepLR(old, 1)
+    put_own(old, method)
+    if scheduled == "after":
+        torch.optim.lr_scheduler.StepLR(old, 1)
     before = dict(vars(old))
-    method = change.__name__.removeprefix("own_").partition("_under")[0].partition("_over")[0]
     with pytest.raises(RuntimeError, match=f"fuse: optimizer must have the {method} of its class"):
         onepass.optim.fuse(old)
     assert vars(old) == before
 
 
 def test_fuse_takes_what_torch_puts_around_a_step():
-    """Schedulers wrap it; accelerate puts it back as an attribute of the instance."""
+    """Schedulers wrap it; accelerate puts it back as an attribute of the instance. And hooks."""
+    called: list = []
     old = old_optimizer("AdamW", 1)
+    old.register_step_post_hook(lambda *_: called.append(1))
     torch.optim.lr_scheduler.StepLR(old, 1)
     torch.optim.lr_scheduler.CosineAnnealingLR(old, 1)
     put_back = old_optimizer("SGD", 1)
@@ -234,6 +225,7 @@ def test_fuse_takes_what_torch_puts_around_a_step():
     for one in (old, put_back):
         assert "step" in vars(one)
         steps(onepass.optim.fuse(one), 1)
+    assert called
 
 
 @torch_names

@@ -215,17 +215,6 @@ def test_a_parameter_and_its_second_moment_are_rounded_independently():
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
-def test_a_nan_of_a_gradient_reaches_its_own_parameter(name):
-    p = torch.ones(40).requires_grad_()
-    optimizer = ours(name)([p], **FLAGS[name])
-    p.grad = torch.zeros_like(p)
-    p.grad[3] = math.nan
-    optimizer.step()
-    assert p.isnan().nonzero().tolist() == [[3]]
-
-
-@pytest.mark.isa
 def test_a_nan_among_the_largest_moments_stays():
     p = torch.ones(40).requires_grad_()
     optimizer = onepass.optim.AdamW([p], amsgrad=True)
@@ -287,26 +276,28 @@ def second_moments(cls, dtype, gradient, **extras):
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("gradient", [1.1015625, 0.0])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_second_moments_in_16_bits_are_unbiased_where_the_nearest_would_stall(dtype, gradient):
-    """With beta2 = 0.999 a step moves exp_avg_sq by less than half the distance of neighbours."""
-    found, expected = second_moments(onepass.optim.AdamW, dtype, gradient, state_dtype=BF16)
+@pytest.mark.parametrize(
+    "dtype, gradient, options, kept, slack",
+    [
+        (F32, 1.1015625, {"state_dtype": BF16}, BF16, 1e-6),
+        (BF16, 0.0, {"state_dtype": BF16}, BF16, 1e-6),
+        (BF16, 1.1015625, {"state_dtype": BF16}, BF16, 1e-6),
+        (BF16, 1.1015625, {"master": "stochastic"}, BF16, 1e-6),
+        (BF16, 1.1015625, {"master": "fp32"}, F32, 1e-4),
+        (BF16, 1.1015625, {"master": "remainder16"}, F32, 1e-4),
+    ],
+    ids=str,
+)
+def test_second_moments_are_unbiased_where_the_nearest_would_stall(
+    dtype, gradient, options, kept, slack
+):
+    """In 16 bits, and with the defaults of masters: with beta2 = 0.999 a step moves exp_avg_sq by
+    less than half the distance of neighbours."""
+    found, expected = second_moments(onepass.optim.AdamW, dtype, gradient, **options)
     nearest, _ = second_moments(torch.optim.AdamW, BF16, gradient)
-    assert found.dtype is nearest.dtype is BF16
+    assert found.dtype is kept and (nearest == 1).all() and abs(expected - 1) > 0.01
     found = found.double()
-    assert (nearest == 1).all() and abs(expected - 1) > 0.01
-    assert abs(found.mean() - expected) < Z * found.std() / math.sqrt(ELEMENTS) + 1e-6
-
-
-@pytest.mark.isa
-@pytest.mark.parametrize("master", ["fp32", "remainder16", "stochastic"])
-def test_no_default_stalls(master):
-    """With the defaults the second moment follows the gradients to the end."""
-    found, expected = second_moments(onepass.optim.AdamW, BF16, 1.1015625, master=master)
-    assert found.dtype is (BF16 if master == "stochastic" else F32)
-    spread = Z * found.double().std() / math.sqrt(ELEMENTS)
-    assert abs(found.double().mean() - expected) < spread + 1e-4
+    assert abs(found.mean() - expected) < Z * found.std() / math.sqrt(ELEMENTS) + slack
 
 
 DEFAULTS = {None: None, "fp32": F32, "remainder16": F32, "stochastic": BF16}
@@ -419,18 +410,6 @@ def test_8_bit_second_moments_are_a_neighbouring_code(name):
 
 
 @pytest.mark.isa
-@names
-def test_the_largest_of_a_block_survives(name):
-    gradient = varied()
-    exact = moments(name, gradient)
-    found = moments(name, gradient, state_dtype="int8")
-    for key in set(exact) - {"step"}:
-        one, two = (entries[key].view(-1, BLOCK) for entries in (found, exact))
-        place = two.abs().argmax(1, keepdim=True)
-        assert same(one.gather(1, place), two.gather(1, place)), key
-
-
-@pytest.mark.isa
 @pytest.mark.parametrize("count", [1, 20])
 def test_8_bit_second_moments_are_unbiased(count):
     part = 0.4  # of the block's largest
@@ -446,18 +425,6 @@ def test_8_bit_second_moments_are_unbiased(count):
     mean = float(gradient[0, 0].double() ** 2)
     assert others.std() > 0
     assert abs(others.mean() - mean) < Z * others.std() / math.sqrt(others.numel()) + 1e-6
-
-
-@pytest.mark.isa
-@names
-def test_blocks_of_8_bits_do_not_know_of_each_other(name):
-    gradient = torch.randn(4352)
-    other = gradient.clone()
-    other[256:512] *= 1e6
-    one, two = (moments(name, g, state_dtype="int8") for g in (gradient, other))
-    for key in set(one) - {"step"}:
-        assert same(one[key][:256], two[key][:256]) and same(one[key][512:], two[key][512:])
-        assert not same(one[key][256:512], two[key][256:512])
 
 
 @names
@@ -487,40 +454,6 @@ def test_states_in_8_bits_take_a_quarter_of_the_memory(name):
         return sum(storages.values())
 
     assert state_bytes("int8") <= state_bytes(F32) * (1 / 4 + 1 / 256) + 4096
-
-
-def trained(build, seed, count=200):
-    """The loss after `count` steps of a small network on a fixed teacher's answers."""
-    torch.manual_seed(1234)
-    teacher = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 64))
-    torch.manual_seed(seed)
-    student = torch.nn.Sequential(
-        torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
-    )
-    x = torch.randn(512, 64)
-    with torch.no_grad():
-        y = teacher(x)
-    loss = torch.nn.functional.mse_loss
-    first = loss(student(x), y).item()
-    optimizer = build(student.parameters())
-    for number in range(count):
-        batch = slice(64 * (number % 8), 64 * (number % 8) + 64)
-        optimizer.zero_grad()
-        loss(student(x[batch]), y[batch]).backward()
-        optimizer.step()
-    last = loss(student(x), y).item()
-    assert last < first / 5
-    return last
-
-
-def test_training_ends_where_stock_ends():
-    def losses(cls, **extras):
-        return torch.tensor([trained(lambda p: cls(p, 3e-3, **extras), seed) for seed in range(3)])
-
-    expected = losses(torch.optim.AdamW)
-    for state_dtype in ("int8", BF16):
-        found = losses(onepass.optim.AdamW, state_dtype=state_dtype)
-        assert abs(found.mean() - expected.mean()) < expected.std(), state_dtype
 
 
 @names

@@ -83,70 +83,55 @@ def kept(column, tensor):
     return {"more": [tensor], "row": {column: 3, column + 1: 0}}
 
 
-MASTERS = (
-    "states must hold masters in float32 for 16-bit parameters, or int16 remainders for bfloat16 "
-    "ones, got"
-)
-AVERAGES = (
-    "states must hold averages in the parameter's dtype, or in float32 unless that is float64, got"
-)
+BY_MESSAGE = {
+    "params must have dtype float32": (torch.ones(5).int(), {}),
+    "params must have no gaps between their elements": (torch.ones(10)[::2], {}),
+    "states must have no gaps": (torch.ones(5), {"more": [torch.ones(9)[::3]]}),
+    "layout must name a row of hyper, got -1": (torch.ones(5), {"row": {1: -1}}),
+    "layout must name one of the states, got 3": (torch.ones(5), {"row": {STEP: 3}}),
+    "layout must lie within the states, got": (torch.ones(5), {"row": {MOMENTS + 1: 1}}),
+    "states must hold a float32 step per parameter, got none or another dtype": (
+        torch.ones(5), {"row": {STEP: -1}}
+    ),
+    "states must hold moments of one dtype, float32, bfloat16, float16 or codes": (
+        torch.ones(5), {"moment": torch.zeros(5).int()}
+    ),
+    r"codes \(float64 for float64 parameters\), got float64": (
+        torch.ones(5), {"moment": torch.zeros(5).double()}
+    ),
+    "params with codes must have a multiple of 256 elements, got 5": (
+        torch.ones(5), {"moment": torch.zeros(5).byte()}
+    ),
+    "states must hold float32 scales beside codes, got none or another dtype": (
+        torch.ones(256), {"moment": torch.zeros(256).byte()}
+    ),
+    "states must hold masters in float32 for 16-bit parameters, or int16 .* float32 for float32": (
+        torch.ones(5), kept(MASTER, torch.zeros(5))
+    ),
+    "or int16 remainders for bfloat16 ones, got int16 for float16": (
+        torch.ones(5).half(), kept(MASTER, torch.zeros(5).short())
+    ),
+    "states must hold averages in the parameter's dtype, or in float32 unless .* float16 for": (
+        torch.ones(5), kept(AVERAGE, torch.zeros(5).half())
+    ),
+    "or in float32 unless that is float64, got float32 for float64": (
+        torch.ones(5).double(), kept(AVERAGE, torch.zeros(5))
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "message, param, changes",
-    [
-        ("params must have dtype float32", torch.ones(5).int(), {}),
-        ("params must have no gaps between their elements", torch.ones(10)[::2], {}),
-        ("states must have no gaps", torch.ones(5), {"more": [torch.ones(9)[::3]]}),
-        ("layout must name a row of hyper, got -1", torch.ones(5), {"row": {1: -1}}),
-        ("layout must name one of the states, got 3", torch.ones(5), {"row": {STEP: 3}}),
-        ("layout must lie within the states, got", torch.ones(5), {"row": {MOMENTS + 1: 1}}),
-        (
-            "states must hold a float32 step per parameter, got none or another dtype",
-            torch.ones(5),
-            {"row": {STEP: -1}},
-        ),
-        (
-            "states must hold moments of one dtype, float32, bfloat16, float16 or codes",
-            torch.ones(5),
-            {"moment": torch.zeros(5).int()},
-        ),
-        (
-            r"codes \(float64 for float64 parameters\), got float64",
-            torch.ones(5),
-            {"moment": torch.zeros(5).double()},
-        ),
-        (
-            "params with codes must have a multiple of 256 elements, got 5",
-            torch.ones(5),
-            {"moment": torch.zeros(5).byte()},
-        ),
-        (
-            "states must hold float32 scales beside codes, got none or another dtype",
-            torch.ones(256),
-            {"moment": torch.zeros(256).byte()},
-        ),
-        (f"{MASTERS} float32 for float32", torch.ones(5), kept(MASTER, torch.zeros(5))),
-        (
-            f"{MASTERS} int16 for float16",
-            torch.ones(5).half(),
-            kept(MASTER, torch.zeros(5).short()),
-        ),
-        (f"{AVERAGES} float16 for float32", torch.ones(5), kept(AVERAGE, torch.zeros(5).half())),
-        (f"{AVERAGES} float32 for float64", torch.ones(5).double(), kept(AVERAGE, torch.zeros(5))),
-    ],
-)
-def test_messages_of_the_table(message, param, changes):
+@pytest.mark.parametrize("message", BY_MESSAGE)
+def test_messages_of_the_table(message):
+    param, changes = BY_MESSAGE[message]
     with pytest.raises(RuntimeError, match=message):
         make_table(*adam_table(param, **changes))
 
 
 def test_messages_of_the_layout():
     params, states, layout = adam_table(torch.ones(5))
+    message = r"layout must be a contiguous int64 tensor of shape \(1, 20\), got"
     for wrong in (layout.int(), layout[:, 1:], layout.repeat(2, 1), layout.t()):
-        with pytest.raises(
-            RuntimeError, match=r"layout must be a contiguous int64 tensor of shape \(1, 20\), got"
-        ):
+        with pytest.raises(RuntimeError, match=message):
             make_table(params, states, wrong)
 
 

@@ -59,7 +59,6 @@ BUDGETS = {  # shares.py begins with the largest
     "tests/norm/test_cuda.py": 30,
     "tests/norm/test_values.py": 40,
     "tests/optim/test_contract.py": 15,
-    "tests/optim/test_torch.py": 25,
     "tests/optimizer/test_cuda.py": 30,
     "tests/swap/test_norms.py": 20,
     "tests/swap/test_swap.py": 15,

@@ -277,6 +277,8 @@ def test_dropouts_which_are_off_are_named():
     assert "2 x dropout" in str(result) and ", backward too" in str(result)
     assert str(result).endswith("; swapped and not run 1")
     assert onepass.swap(model.eval()).verify(X).not_run == ("1", "3")
+    not_swapped = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1)).eval()
+    assert onepass.swap(not_swapped, kinds="norm").verify(X).not_run == ()
 
 
 # ---- digits -------------------------------------------------------------------------------------
