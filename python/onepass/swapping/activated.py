@@ -299,5 +299,5 @@ def _results(module, dtype, seed, forward) -> list[Tensor]:
     if "time_emb_proj" in made:
         leaves.append(temb)
     given = temb if "time_emb_proj" in made else None
-    with trials.foreign("fails on small layers"):
+    with trials.foreign_code("fails on small layers"):
         return trials.outcome(lambda: forward(twin, x, given), leaves, lambda y: normal(*y.shape))

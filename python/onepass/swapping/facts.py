@@ -24,7 +24,7 @@ def held(module: nn.Module, *children: str, besides: str = "") -> tuple[Held, ..
     found = []
     for name, part in (("", module), *((name, module._modules[name]) for name in children)):
         read = callsites.attributes_read(part) - {*MODULE_ATTRIBUTES, besides}
-        attributes = tuple((key, told(vars(part)[key])) for key in sorted(read))
+        attributes = tuple((key, fingerprint(vars(part)[key])) for key in sorted(read))
         if name or attributes:
             found.append(Held(name, type(part) if name else None, attributes))
     return tuple(found)
@@ -41,16 +41,16 @@ def is_as_proven(module: nn.Module, held: tuple[Held, ...]) -> bool:
                 return False
         for key, known in attributes:
             value = getattr(part, key, held)
-            if value is not known and told(value) != known:
+            if value is not known and fingerprint(value) != known:
                 return False
     return True
 
 
-def told(value):
+def fingerprint(value):
     """Fingerprint of an attribute; hashable, and equal for copies of it. An object of
     another package is told by its class alone."""
     if isinstance(value, functools.partial):
-        return told(value.func), told(value.args), told(value.keywords)
+        return fingerprint(value.func), fingerprint(value.args), fingerprint(value.keywords)
     if isinstance(value, types.MethodType):
         return value.__func__
     if isinstance(value, (list, set, frozenset, dict)):

@@ -167,7 +167,7 @@ class _Trial:
         self.up = twin._modules[up](x) if up else None
         self.down = twin._modules[down]
         state = torch.get_rng_state()
-        with trials.foreign("fails on small layers"):
+        with trials.foreign_code("fails on small layers"):
             self.outputs = [type(module).forward(twin.train(on), x) for on in (True, False)]
         if not torch.equal(torch.get_rng_state(), state):
             raise trials.Refused("draws random numbers")

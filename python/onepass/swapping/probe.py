@@ -33,7 +33,7 @@ from onepass.swapping.trials import (
     Refused,
     attributes,
     distance,
-    foreign,
+    foreign_code,
     in_double,
     isolated,
     normals,
@@ -264,7 +264,7 @@ class _Probe:
             return self.forward(self.twin, input)
 
         dtypes = f"{_dtype_name(input.dtype)} input, {_dtype_name(weight.dtype)} weight"
-        with foreign(f"fails on a {input.dim()}-D {dtypes}"):
+        with foreign_code(f"fails on a {input.dim()}-D {dtypes}"):
             return self._gradients(forward, input, weight, bias, dy)
 
     def _gradients(self, forward, input, weight, bias, dy) -> tuple[Tensor | None, ...]:

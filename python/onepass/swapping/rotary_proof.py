@@ -237,7 +237,7 @@ class _Proof:
 
     def _theirs(self, layout: _Layout, draw: _Draw) -> list[Tensor]:
         """The function's results, and the gradients of the rotated tensors."""
-        with trials.foreign("fails"):
+        with trials.foreign_code("fails"):
             return _with_gradients(lambda inputs: self._call(layout, draw, inputs), draw.inputs)
 
     def _call(self, layout: _Layout, draw: _Draw, inputs: list[Tensor]) -> list[Tensor]:

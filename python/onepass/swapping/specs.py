@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
     name: str  # of the child; empty: the module itself
     cls: type | None  # of the child
-    # The attributes that its forward reads, by `facts.told`: equal in copies and pickles.
+    # The attributes that its forward reads, by `facts.fingerprint`: equal in copies and pickles.
     attributes: tuple[tuple[str, object], ...]
 
 

@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 @contextlib.contextmanager
-def foreign(doing: str) -> Iterator[None]:
+def foreign_code(doing: str) -> Iterator[None]:
     """Makes any error of the block a refusal, which says what failed."""
     try:
         yield

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STDOUT = "-"
-
-
 WIDTH_OFF_TERMINAL = 120
 
 
