@@ -110,12 +110,19 @@ EAGER = {
     "videoprism_text_model": ("VideoPrismTextModel", _SMALL),
 }  # fmt: skip
 MODELS.update(EAGER)
+
+# They rotate in ways of their own, and call attention as others do.
+ROTATING = {
+    "qwen3": ("Qwen3ForCausalLM", dict(_GROUPED, head_dim=8)),
+    "phi": ("PhiForCausalLM", _GROUPED),
+    "gpt_neox": ("GPTNeoXForCausalLM", _SMALL),
+}
 ENCODER_DECODER = ("t5", "umt5", "t5gemma", "bart", "whisper")
 
 
 def build(name: str, **more):
     """A model in eval mode, the same one each time."""
-    cls, settings = MODELS[name]
+    cls, settings = (MODELS | ROTATING)[name]
     cls = getattr(transformers, cls)
     torch.manual_seed(0)
     model = cls(cls.config_class(**{**settings, **more})).eval()
