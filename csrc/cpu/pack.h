@@ -1,6 +1,7 @@
 // Packing operands into the layouts of the products: a panel has vectors along columns and k down
 // its rows, a row tile has rows in the order of memory. In both, a cell is M::kPerCell elements of
-// k, and cells are padded with zeros at an odd end.
+// k, and cells are padded with zeros at an odd end. Pairs are of bfloat16; float32 is rounded to
+// it.
 #pragma once
 
 #include <type_traits>
@@ -20,11 +21,19 @@ template <class M, class T>
 ONEPASS_INLINE Vec<float> load_row_cells(const T* from) {
   if constexpr (M::kPerCell == 1) {
     return load<float>(from);
+  } else if constexpr (std::is_same_v<T, float>) {
+    return (Vec<float>)neighbours_of(load<float>(from), load<float>(from + kLanes<float>));
   } else {
     Vec<float> cells;
     std::memcpy(&cells, from, sizeof(cells));
     return cells;
   }
+}
+
+// The first `count` elements, if there are so many in a vector; the others are zero.
+ONEPASS_INLINE Vec<float> load_up_to(const float* from, int64_t count) {
+  if (count >= kLanes<float>) return load<float>(from);
+  return count > 0 ? load_partial<float>(from, count) : Vec<float>{};
 }
 
 // One vector of cells from a row of `size` elements, beginning with element `at`, as 32-bit words.
@@ -34,6 +43,10 @@ ONEPASS_INLINE Vec<float> load_row_cells(const T* row, int64_t at, int64_t size)
   if constexpr (M::kPerCell == 1) {
     return at + kElements <= size ? load<float>(row + at)
                                   : load_partial<float>(row + at, size - at);
+  } else if constexpr (std::is_same_v<T, float>) {
+    constexpr int64_t n = kLanes<float>;
+    return (Vec<float>)neighbours_of(load_up_to(row + at, size - at),
+                                     load_up_to(row + at + n, size - at - n));
   } else {
     Vec<float> cells = {};
     if (at + kElements <= size) {
@@ -101,7 +114,8 @@ void pack_rows(Row&& row, int64_t rows, int64_t size, int64_t stride, typename M
       std::fill_n(to, stride, typename M::Element{});
       continue;
     }
-    if constexpr (M::kPerCell == 1) {
+    if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(*from)>, BFloat16> ||
+                  M::kPerCell == 1) {
       using A = typename M::Number;
       for_each_vector<A>(0, size, [&](int64_t j, auto count) {
         store<A>(to + j, load<A>(from + j, count), count);
@@ -119,6 +133,8 @@ ONEPASS_INLINE typename M::Cells load_cells_of_rows(const T* low, [[maybe_unused
                                                     Count count) {
   if constexpr (M::kPerCell == 1) {
     return load<typename M::Number>(low, count);
+  } else if constexpr (std::is_same_v<T, float>) {
+    return pairs_of(load<float>(low, count), high ? load<float>(high, count) : Vec<float>{});
   } else {
     const auto bits = [&](const T* from) -> WordBits {
       if (from == nullptr) return WordBits{};

@@ -1,10 +1,22 @@
-// Squares of a matrix, transposed in registers.
+// Squares of a matrix, transposed in registers, and rows as pairs.
 #pragma once
 
 #include "cpu/vec.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
+
+// Elements of two vectors in order, rounded: word i has elements 2 i and 2 i + 1.
+ONEPASS_INLINE WordBits neighbours_of(Vec<float> first, Vec<float> second) {
+#if defined(__AVX512BF16__)
+  return (WordBits)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+  const HalfBits halves[] = {narrow_bfloat16(first), narrow_bfloat16(second)};
+  WordBits words;
+  std::memcpy(&words, halves, sizeof(words));
+  return words;
+#endif
+}
 
 // Row i, lane j becomes row j, lane i.
 ONEPASS_INLINE void transpose(Vec<float> (&rows)[kLanes<float>]) {

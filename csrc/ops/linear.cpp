@@ -17,10 +17,11 @@ OperatorList linear_operators() { return {}; }
 namespace {
 
 // The arguments of linear_forward besides its input.
-#define ONEPASS_LINEAR_OPTIONS(FIELD) \
-  FIELD(Tensor, weight, "")           \
-  FIELD(OptionalTensor, bias, "")     \
-  FIELD(OptionalScalarType, out_dtype, "")
+#define ONEPASS_LINEAR_OPTIONS(FIELD)      \
+  FIELD(Tensor, weight, "")                \
+  FIELD(OptionalTensor, bias, "")          \
+  FIELD(OptionalScalarType, out_dtype, "") \
+  FIELD(bool, round_factors, "=False")
 
 // The arguments of linear_epilogue_forward besides its input: those of linear_forward, and the
 // epilogue's, output = residual + dropout(activation(preactivation)), in residual's dtype.
@@ -31,7 +32,8 @@ namespace {
   FIELD(OptionalTensor, seed, "")                        \
   FIELD(double, dropout_p, "")                           \
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
-  FIELD(bool, save_preactivation, "")
+  FIELD(bool, save_preactivation, "")                    \
+  FIELD(bool, round_factors, "=False")
 
 // The arguments of linear_epilogue_backward besides doutput.
 #define ONEPASS_EPILOGUE_BACKWARD_OPTIONS(FIELD)         \
@@ -48,7 +50,8 @@ namespace {
   FIELD(OptionalTensor, weight, "")            \
   FIELD(OptionalScalarType, input_dtype, "")   \
   FIELD(OptionalScalarType, weight_dtype, "")  \
-  FIELD(OptionalScalarType, bias_dtype, "")
+  FIELD(OptionalScalarType, bias_dtype, "")    \
+  FIELD(bool, round_factors, "=False")
 
 ONEPASS_DEFINE_OPTIONS(LinearOptions, ONEPASS_LINEAR_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(EpilogueOptions, ONEPASS_EPILOGUE_OPTIONS);
@@ -94,7 +97,7 @@ struct CheckedForward {
 };
 
 CheckedForward check_forward(const LinearOptions& options, const Tensor& input) {
-  const auto& [weight, bias, out_dtype] = options;
+  const auto& [weight, bias, out_dtype, round_factors] = options;
   CheckedForward call{.input = input_of(kOp, "input", input)};
   const TensorInfo& shape = call.input;
   const CheckedAgainst checked(kOp, "input", shape);
@@ -133,7 +136,9 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   Tensor output = empty(call.sizes, call.output_dtype, call.input.device);
   const Matrix left = left_of(input, call.rows), right(options.weight);
   Copies copies;
-  run_product(product_of(call, left, right, options.bias, output, copies), call.input.device);
+  LinearProduct args = product_of(call, left, right, options.bias, output, copies);
+  args.rounds_factors = options.round_factors;
+  run_product(args, call.input.device);
   return output;
 }
 
@@ -143,7 +148,8 @@ Activation require_activation(const char* op, int64_t activation) {
 }
 
 CheckedForward check_epilogue(const EpilogueOptions& options, const Tensor& input) {
-  CheckedForward call = check_forward({options.weight, options.bias, {}}, input);
+  CheckedForward call =
+      check_forward({options.weight, options.bias, {}, options.round_factors}, input);
   const CheckedAgainst checked(kOp, "input", call.input);
   call.output_dtype = checked.tensor("residual", options.residual, call.sizes, call.output_dtype);
   checked.dropout("dropout_p", options.dropout_p, options.seed);
@@ -168,6 +174,7 @@ std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& option
   epilogue.preactivation_dtype = call.input_dtype;
   LinearProduct args = product_of(call, left, right, options.bias, output, copies);
   args.epilogue = epilogue;
+  args.rounds_factors = options.round_factors;
   run_product(args, device);
   return {std::move(output), std::move(preactivation)};
 }
@@ -219,7 +226,7 @@ struct CheckedBackward {
 };
 
 CheckedBackward check_backward(const LinearBackwardOptions& options, const Tensor& doutput) {
-  const auto& [input, weight, input_dtype, weight_dtype, bias_dtype] = options;
+  const auto& [input, weight, input_dtype, weight_dtype, bias_dtype, round_factors] = options;
   CheckedBackward call{.doutput = input_of(kBackward, "doutput", doutput)};
   const TensorInfo& shape = call.doutput;
   const CheckedAgainst checked(kBackward, "doutput", shape);
@@ -273,10 +280,11 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   const Matrix left = left_of(doutput, call.rows);
   if (wants_input) {
     const Matrix right(*options.weight);
-    run_product(product_of(LinearKind::kInput, left.factor(), right.factor(),
-                           {call.rows, call.in_features, call.out_features},
-                           dinput.mutable_data_ptr(), input_type, bias_type),
-                device);
+    LinearProduct args = product_of(LinearKind::kInput, left.factor(), right.factor(),
+                                    {call.rows, call.in_features, call.out_features},
+                                    dinput.mutable_data_ptr(), input_type, bias_type);
+    args.rounds_factors = options.round_factors;
+    run_product(args, device);
   }
   if (wants_weight || wants_bias) {
     std::optional<Matrix> right;
@@ -287,15 +295,19 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
                    {call.out_features, wants_weight ? call.in_features : 0, call.rows},
                    dweight.mutable_data_ptr(), weight_type, bias_type);
     if (wants_bias) args.left_sums = dbias.mutable_data_ptr();
-    if (is_transposed) {
-      LinearProduct turned = args;
-      std::swap(turned.left, turned.right);
-      std::swap(turned.rows, turned.cols);
-      std::swap(turned.left_row, turned.right_col);
-      std::swap(turned.left_step, turned.right_step);
-      std::swap(turned.left_dtype, turned.right_dtype);
-      turned.left_sums = nullptr;
-      run_product(turned, device);
+    if (is_transposed || (wants_weight && options.round_factors)) {
+      // Without the sums: they are of rows of the left factor, and of numbers that are not rounded.
+      LinearProduct product = args;
+      if (is_transposed) {
+        std::swap(product.left, product.right);
+        std::swap(product.rows, product.cols);
+        std::swap(product.left_row, product.right_col);
+        std::swap(product.left_step, product.right_step);
+        std::swap(product.left_dtype, product.right_dtype);
+      }
+      product.left_sums = nullptr;
+      product.rounds_factors = options.round_factors;
+      run_product(product, device);
       args.cols = 0;
     }
     run_product(args, device);

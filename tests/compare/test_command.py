@@ -18,7 +18,7 @@ from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")  # most tests read one run
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
-MEDIUM = (variants.MEDIUM,) if variants.medium_has_effect() else ()
+MEDIUM = (variants.MEDIUM, variants.SWAPPED_MEDIUM) if variants.medium_has_effect() else ()
 KEPT = ("stock, kept memory", "swapped, kept memory")
 ONE_LAYER = ("--layers", "1", "--width", "16", "--heads", "2", "--block", "32", "--batch", "1")
 

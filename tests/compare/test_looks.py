@@ -75,7 +75,7 @@ def test_a_narrow_terminal_gets_paragraphs_with_the_names_of_columns():
 
 
 def test_medium_precision_is_explained_where_it_was_measured():
-    named = "stock, medium precision: torch alone, with its products of float32 in bfloat16"
+    named = "medium precision: products of float32 in bfloat16, as the user allows by"
     assert any(named in line for line in printed(160, alike=("{}", "{}, medium precision")))
     assert not any(named in line for line in printed(160))
 

@@ -31,7 +31,10 @@ class Precise(nn.Linear):
         return super().forward(x).square().mean()
 
 
-@pytest.mark.parametrize("variant, precision", [("stock", "highest"), (variants.MEDIUM, "medium")])
+@pytest.mark.parametrize(
+    "variant, precision",
+    [("stock", "highest"), (variants.MEDIUM, "medium"), (variants.SWAPPED_MEDIUM, "medium")],
+)
 def test_all_of_a_step_has_the_precision_of_its_variant(variant, precision):
     trainer, report = variants.trainer_of(variant, Precise(), settings_of())
     batch = (torch.ones(2, 4),)
@@ -39,7 +42,8 @@ def test_all_of_a_step_has_the_precision_of_its_variant(variant, precision):
     trainer.watched_step(batch)
     trainer.saved_bytes(batch)
     measure._first_steps({variant: trainer}, batch, False)
-    assert trainer.model.seen == [precision] * 8 and report is None
+    assert trainer.model.seen == [precision] * 8
+    assert (report is None) is variant.startswith("stock")
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -89,7 +93,9 @@ def test_medium_precision_is_a_variant_where_it_has_an_effect(monkeypatch):
     assert variants.names(settings_of()) == ["stock", "swapped"]
     other = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     monkeypatch.setattr(variants, "medium_precision", other)
-    assert variants.names(settings_of()) == ["stock", "swapped", variants.MEDIUM]
+    assert variants.names(settings_of()) == [
+        "stock", "swapped", variants.MEDIUM, variants.SWAPPED_MEDIUM
+    ]  # fmt: skip
     assert variants.names(settings_of("--dtype", "bfloat16")) == ["stock", "swapped"]
 
 

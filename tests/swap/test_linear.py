@@ -167,13 +167,19 @@ def test_a_trace_of_small_products_is_torchs(monkeypatch):
         assert "onepass::" not in str(torch.jit.trace(ours, x).inlined_graph)
 
 
-def test_float32_products_in_bfloat16_are_the_users_choice(monkeypatch):
+@pytest.mark.parametrize("has_dots", [False, True])
+def test_float32_products_in_bfloat16_are_the_users_choice(monkeypatch, has_dots):
+    """With dot products on AMD ours round their factors too, and are faster than oneDNN's."""
     set_facts(monkeypatch, SLOW._replace(bfloat16=True))
+    monkeypatch.setattr(products, "_HAS_PAIR_PRODUCTS", has_dots)
     ours, x = model(), torch.randn(30, 24)
     swap(ours)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
+        if has_dots:
+            assert kernels(ours, x) == OURS and not swap(model()).skipped
+            return
         ((kernel, reason),) = products_of(ours, x)
         assert kernel == "torch.nn.functional.linear" and "as matmul precision allows" in reason
         (entry, _) = swap(model()).skipped

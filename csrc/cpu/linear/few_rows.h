@@ -63,7 +63,9 @@ template <class M, class T>
 class Line {
  public:
   static constexpr int n = M::kLanes;
-  static constexpr int kElements = kLineBytes / sizeof(T);  // of k
+  static constexpr bool kRounds = M::kPerCell == 2 && sizeof(T) == 4;  // two lines make one
+  static constexpr int kLines = kRounds ? 2 : 1;                       // of a row
+  static constexpr int kElements = kLines * kLineBytes / sizeof(T);    // of k
   static constexpr int kCells = kElements / M::kPerCell;
 
   // The line of row j begins at row[j] + k.
@@ -79,7 +81,11 @@ class Line {
         Vec<float> square[n];
 #pragma GCC unroll 16
         for (int j = 0; j < n; ++j) {
-          std::memcpy(&square[j], row[j] + k + at / sizeof(T), sizeof(square[j]));
+          if constexpr (kRounds) {
+            square[j] = load_row_cells<M>(row[j] + k + at / 2);
+          } else {
+            std::memcpy(&square[j], row[j] + k + at / sizeof(T), sizeof(square[j]));
+          }
         }
         transpose(square);
         std::memcpy(bytes_ + at * n, square, sizeof(square));
@@ -225,7 +231,7 @@ template <class M, class T, int64_t kChainCells, int kRows>
     for (; k + Cells::kElements <= end; k += Cells::kElements) {
       // One prefetch between two products: many at once delay the loads of this line. Eight rows in
       // float16, a weight in no cache, two threads: 12.1 GB/s with all at once, 13.9 one by one.
-      constexpr int kAhead = n * kVectors;
+      constexpr int kAhead = n * kVectors * Cells::kLines;
       const char* next = ahead.take<kAhead>(few.left);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) line[v].transpose_from(row[v], k);

@@ -170,7 +170,11 @@ ONEPASS_INLINE void tile_of_rows(int64_t rows, const typename M::Element* strip,
 template <class M, class F>
 void visit_operand(DType dtype, F&& f) {
   if constexpr (M::kPerCell == 2) {
-    f.template operator()<BFloat16>();
+    if (dtype == DType::kFloat32) {
+      f.template operator()<float>();
+    } else {
+      f.template operator()<BFloat16>();
+    }
   } else if constexpr (sizeof(typename M::Element) == 8) {
     f.template operator()<double>();
   } else {
@@ -441,9 +445,10 @@ template <class F>
 decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
   if (args.output_dtype == DType::kFloat64) return f.template operator()<Fma64>();
   if constexpr (kHasPairProducts) {
-    if (args.left_dtype == DType::kBFloat16 && args.right_dtype == DType::kBFloat16) {
-      return f.template operator()<Dot>();
-    }
+    const DType dtype = args.left_dtype;
+    const bool are_pairs =
+        dtype == DType::kBFloat16 || (dtype == DType::kFloat32 && args.rounds_factors);
+    if (are_pairs && args.right_dtype == dtype) return f.template operator()<Dot>();
   }
   return f.template operator()<Fma>();
 }
@@ -529,8 +534,10 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
             .kernel_name = "linear_kernel",
             .rows_per_tile = kStripRows,
             .splits = pieces,
-            .reason = M::kPerCell == 2 ? "bfloat16 dot products"
-                                       : "multiply-adds, converted while packing",
+            .reason = M::kPerCell != 2 ? "multiply-adds, converted while packing"
+                      : args.left_dtype == DType::kFloat32
+                          ? "bfloat16 dot products, rounded while packing"
+                          : "bfloat16 dot products",
             .threads = taken};
   });
 }

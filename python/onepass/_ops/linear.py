@@ -30,9 +30,12 @@ class Activation(enum.IntEnum):
 
 
 @entry
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """input weight^T + bias in input's dtype."""
-    return _linear.run(input, weight, bias, None)
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, round_factors: bool = False
+) -> Tensor:
+    """input weight^T + bias in input's dtype. round_factors: those of products in float32 are
+    rounded to bfloat16, where the CPU multiplies pairs of those."""
+    return _linear.run(input, weight, bias, None, round_factors)
 
 
 @drawing_entry
@@ -43,10 +46,13 @@ def linear_epilogue(
     residual: Tensor | None,
     activation: Activation,
     dropout_p: float,
+    round_factors: bool = False,
 ) -> Tensor:
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
-    return _epilogue.run(input, weight, bias, residual, seed, dropout_p, activation, False)[0]
+    return _epilogue.run(
+        input, weight, bias, residual, seed, dropout_p, activation, False, round_factors
+    )[0]
 
 
 class _Epilogue(torch.autograd.Function):
@@ -56,7 +62,8 @@ class _Epilogue(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         ctx.set_materialize_grads(False)
-        input, weight, bias, _, seed, (ctx.dropout_p, ctx.activation, _) = inputs
+        input, weight, bias, _, seed, constants = inputs
+        ctx.dropout_p, ctx.activation, ctx.round_factors, _ = constants
         ctx.input_dtype = input.dtype
         needs = ctx.needs_input_grad
         # A frozen layer does not keep its input.
@@ -83,8 +90,11 @@ class _Epilogue(torch.autograd.Function):
             if dsums is not None:
                 again = is_differentiated_again()  # create_graph=True
                 compute = _linear.apply_backward if again else _backward
-                found = zip(compute(dsums, input, weight, *ctx.dtypes), ctx.dtypes, strict=True)
-                gradients = [None if dtype is None else gradient for gradient, dtype in found]
+                found = compute(dsums, input, weight, *ctx.dtypes, ctx.round_factors)
+                gradients = [
+                    None if dtype is None else gradient
+                    for gradient, dtype in zip(found, ctx.dtypes, strict=True)
+                ]
         dresidual = doutput if ctx.needs_input_grad[3] else None
         return *gradients, dresidual, None, None
 
@@ -102,8 +112,14 @@ def _outputs(input, weight, out_dtype):
     return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
 
 
-def _definition(input, weight, bias, out_dtype):
-    return reference.linear(*wide(input, weight, bias)).to(out_dtype or input.dtype)
+def _definition(input, weight, bias, out_dtype, round_factors):
+    output = reference.linear(*wide(input, weight, bias), _rounds(input, weight, round_factors))
+    return output.to(out_dtype or input.dtype)
+
+
+def _rounds(input: Tensor, weight: Tensor, round_factors: bool) -> bool:
+    """Whether a product rounds its factors: those in 16 bits are what they are."""
+    return round_factors and torch.bfloat16 not in (input.dtype, weight.dtype)
 
 
 def _gradients(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
@@ -153,9 +169,18 @@ def _activated(x, activation_kind):
 
 
 def _epilogue_definition(
-    input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation
+    input,
+    weight,
+    bias,
+    residual,
+    seed,
+    dropout_p,
+    activation_kind,
+    save_preactivation,
+    round_factors,
 ):
-    preactivation = reference.linear(*wide(input, weight, bias))
+    rounds = _rounds(input, weight, round_factors)
+    preactivation = reference.linear(*wide(input, weight, bias), rounds)
     output = dropped(_activated(preactivation, activation_kind), dropout_p, seed)
     if residual is not None:
         output = residual + output

@@ -4,8 +4,9 @@ CPU's vendor and the library that torch would call.
 torch gives float32 products to MKL, which uses its AVX2 kernels on any AMD CPU. It gives bfloat16
 products to oneDNN if that has instructions for them, and float16 likewise; otherwise its own loops
 compute them, 8 to 500 times slower than float32 (`onepass bench linear`). It also gives float32 to
-oneDNN if `torch.set_float32_matmul_precision("medium")` allows bfloat16 products. oneDNN packs the
-weight in each call, also for a few rows: onepass's products then read it in place.
+oneDNN if `torch.set_float32_matmul_precision("medium")` allows bfloat16 products, where that takes
+half the speed of its products of bfloat16; onepass's then round their factors while packing. oneDNN
+packs the weight in each call, also for a few rows: onepass's products then read it in place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from onepass import _dispatch_log
+from onepass import _C, _dispatch_log
 from onepass._compiling import constant_where_traced
 from onepass._ops import tracing
 
@@ -70,6 +71,8 @@ def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
     """
     of = facts()
     if dtype is torch.float32:
+        if of.vendor == _AMD and rounds_factors():
+            return None
         if of.bfloat16 and _float32_precision() == "bf16":
             return "float32 products, by oneDNN as matmul precision allows"
         if of.vendor == _AMD and of.mkl:
@@ -143,6 +146,32 @@ def record_fallback(shape: Sequence[int], dtype: torch.dtype, reason: str) -> No
 @constant_where_traced
 def _gains_as_compiled(dtype: torch.dtype) -> bool:
     return as_fast(dtype) is None
+
+
+PRECISIONS = (None, "highest", "high", "medium")
+_HAS_PAIR_PRODUCTS = _C.cpu_level() == "avx512_bf16"
+
+
+def rounds_factors(precision: str | None = None) -> bool:
+    """Whether float32 products on this CPU take factors that are rounded to bfloat16: with
+    "medium", or with None where torch's global setting says so."""
+    if not _HAS_PAIR_PRODUCTS or precision not in (None, "medium"):
+        return False
+    if precision == "medium":
+        return True
+    if torch.compiler.is_compiling():
+        return _global_rounds()
+    try:  # a tenth of the time of the other; it raises where torch's newer settings were used
+        if torch._C._get_float32_matmul_precision() != "medium":
+            return False
+    except RuntimeError:
+        pass
+    return _float32_precision() == "bf16"
+
+
+@constant_where_traced
+def _global_rounds() -> bool:
+    return _float32_precision() == "bf16"
 
 
 def _float32_precision() -> str:

@@ -30,6 +30,7 @@ def linear(
     dropout_p: float = 0.0,
     residual: Tensor | None = None,
     training: bool = True,
+    precision: str | None = None,
 ) -> Tensor:
     """``residual + dropout(activation(input weight^T + bias))``, as `F.linear` without the options.
 
@@ -48,6 +49,13 @@ def linear(
         dropout_p: probability of dropping an element; see `dropout`.
         residual: the output's shape; it is added at the end, and gives the output its dtype.
         training: False turns dropout off.
+        precision: of float32 products on a CPU with dot products of bfloat16 (`onepass doctor`
+            names its level, avx512_bf16). "medium": their factors are rounded to bfloat16 while
+            they are packed, and the sums are float32; outputs and gradients stay float32. "high"
+            and "highest": float32, as three products of bfloat16 are no faster than one of float32
+            here. None: as torch's global setting says (`torch.set_float32_matmul_precision`, or
+            `torch.backends.mkldnn.matmul.fp32_precision`, "bf16" being "medium"). Under autocast
+            the factors have 16 bits already. Other CPUs compute in float32 whatever it says.
 
     Returns:
         Tensor of shape (..., out_features) in input's dtype (under autocast: in autocast's).
@@ -55,7 +63,7 @@ def linear(
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
-        ValueError: activation is none of these, or dropout_p is outside [0, 1].
+        ValueError: activation or precision is none of these, or dropout_p is outside [0, 1].
 
     Examples:
         >>> x, weight, bias = torch.randn(8, 64), torch.randn(256, 64), torch.zeros(256)
@@ -69,6 +77,10 @@ def linear(
             raise ValueError(
                 f"linear: activation must be None or one of {names}, got {activation!r}"
             )
+        if precision not in products.PRECISIONS:
+            raise ValueError(
+                f"linear: precision must be None, 'highest', 'high' or 'medium', got {precision!r}"
+            )
         _check_p("linear", "dropout_p", dropout_p)
         if type(training) is not bool:
             raise TypeError  # which check_arguments names
@@ -76,10 +88,11 @@ def linear(
         if not _is_ours(input, weight, bias):
             return _composed(_torchs(input, weight, bias), activation, p, residual)
         operands = _autocast_operands(input, weight, bias)
+        rounds = operands[0].dtype is torch.float32 and products.rounds_factors(precision)
         if activation is None and p == 0.0 and residual is None:
-            return _linear.linear(*operands)
+            return _linear.linear(*operands, rounds)
         kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)
-        return _linear.linear_epilogue(*operands, residual, kind, p)
+        return _linear.linear_epilogue(*operands, residual, kind, p, rounds)
     except Exception:
         check_arguments(linear, locals())
         raise

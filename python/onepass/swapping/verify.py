@@ -83,8 +83,24 @@ def verify(
             )
     state = State(model, (change.module for change in changes))
     pair = _Pair(model, (*args, kwargs), loss_fn, changes, report._named)
-    with named_in_errors("verify", model, args, kwargs):
+    with named_in_errors("verify", model, args, kwargs), _products_in_float32():
         return state.around(pair.verdict)
+
+
+@contextlib.contextmanager
+def _products_in_float32() -> Iterator[None]:
+    """Compares float32 models in float32: where torch's global setting allows products in bfloat16,
+    torch's and ours round the factors of different calls, as the user said they may."""
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    if before != "bf16":
+        yield
+        return
+    setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 class _Pair:

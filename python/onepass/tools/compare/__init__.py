@@ -19,8 +19,8 @@ step, :mod:`onepass.tools.compare.optimizers` for the measurement of an optimize
   for ``--model``; ``auto``, null without ``--auto``: ``{left_out, notes}``, where left_out lists
   ``{modules, kinds, reason}``, the reason with its figure; variants by name (stock, swapped; with
   --compile compiled stock and compiled swapped; with --keep-memory the same two, kept memory: in a
-  process that keeps what it has freed; in float32, where this CPU multiplies otherwise then, stock,
-  medium precision: with ``torch.set_float32_matmul_precision("medium")``):
+  process that keeps what it has freed; in float32, where this CPU multiplies otherwise then, the
+  same two, medium precision: with ``torch.set_float32_matmul_precision("medium")``):
   ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``page_faults`` per
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the

@@ -107,7 +107,7 @@ class Result:
         """
         print_table(console, _speed_table(self), names=2)
         if any(MEDIUM in speed.variants for speed in self.speeds):
-            print_text(console, f"{MEDIUM}: {MEDIUM_MEANS}.\n")
+            print_text(console, f"medium precision: {MEDIUM_MEANS}.\n")
         for speed in self.speeds:
             print_table(console, _parts_table(speed))
             if text := linear_text(speed):

@@ -15,9 +15,10 @@ from onepass.tools.compare.train import Trainer
 STOCK, SWAPPED = "stock", "swapped"
 COMPILED = "compiled "
 KEPT = ", kept memory"
-MEDIUM = "stock, medium precision"
+_MEDIUM = ", medium precision"
+MEDIUM, SWAPPED_MEDIUM = f"{STOCK}{_MEDIUM}", f"{SWAPPED}{_MEDIUM}"
 MEDIUM_MEANS = (
-    "torch alone, with its products of float32 in bfloat16, by "
+    "products of float32 in bfloat16, as the user allows by "
     'torch.set_float32_matmul_precision("medium")'
 )
 _ONLY = ": "
@@ -29,7 +30,7 @@ def names(settings: Settings) -> list[str]:
     if settings.compile:
         found += [f"{COMPILED}{name}" for name in found]
     if settings.device.type == "cpu" and settings.dtype == torch.float32 and medium_has_effect():
-        found.append(MEDIUM)
+        found += [MEDIUM, SWAPPED_MEDIUM]
     return found
 
 
@@ -60,7 +61,7 @@ def trainer_of(
     report = None
     if SWAPPED in variant:
         report = settings.swap(model, kinds_of(variant, settings))
-    around = medium_precision if variant == MEDIUM else contextlib.nullcontext
+    around = medium_precision if variant.endswith(_MEDIUM) else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
 
 

@@ -4,13 +4,15 @@ of GELU, which is a pass of its own, that of the input, and those of weight and 
 Products are bound by arithmetic, so their ceiling is that of multiply-adds on all threads
 (bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
 reading of the weight. "onednn" is torch's oneDNN product on the same tensors, if it takes
-them.
+them. Cases named medium round float32 factors to bfloat16, where the CPU has dot products; torch's
+then run under `torch.set_float32_matmul_precision("medium")`, and "float32" is ours without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from onepass import functional
 from onepass._ops.linear import Activation
+from onepass._policy import products
 from onepass.reference import linear as reference
-from onepass.tools.bench.case import Case, Operator
+from onepass.tools.bench.case import Case, Function, Operator
 
 # (rows, in_features, out_features)
 SHAPES = (
@@ -36,6 +39,7 @@ QUICK = (24, 96, 80)
 OF_MANY_ROWS = ("forward", "forward+gelu", "dgelu", "dinput", "dweight+dbias")
 OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MEDIUM = ((2048, 384, 1536), (1024, 1024, 4096))
 SLOW_IN_TORCH = 1 << 28  # multiply-adds that take torch's own loops a second
 
 
@@ -52,12 +56,12 @@ def _onednn_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.mkldnn._linear_pointwise(x.t(), g.t(), None, "none", [], "").t(), g.sum(0)
 
 
-def _own_dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None)[:1]
+def _own_dinput(g: Tensor, w: Tensor, medium: bool = False) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None, medium)[:1]
 
 
-def _own_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype)[1:]
+def _own_dweight(g: Tensor, x: Tensor, medium: bool = False) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype, medium)[1:]
 
 
 def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -79,6 +83,20 @@ def _torchs_dgelu(g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
 
 def _dinput(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (g @ w,)
+
+
+def _in_medium(function: Callable) -> Callable:
+    """The same by torch, which may then multiply float32 matrices in bfloat16."""
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return function(*tensors)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return call
 
 
 # Each with the sizes of its tensors, of (rows, in_features, out_features).
@@ -132,13 +150,52 @@ PHASES = {
 }
 
 
+def _medium(phase: str, ours: Function, formula: Function) -> None:
+    operator, sizes_of = PHASES[phase]
+    PHASES[f"medium {phase}"] = (
+        Operator(
+            ours=partial(ours, True),
+            stock=_in_medium(operator.stock),
+            formula=formula,
+            base=formula,
+            others={"float32": partial(ours, False)},
+        ),
+        sizes_of,
+    )
+
+
+_medium(
+    "forward",
+    lambda medium, x, w, b: (
+        functional.linear(x, w, b, precision="medium" if medium else "highest"),
+    ),
+    lambda x, w, b: (reference.linear(x, w, b, round_factors=True),),
+)
+_medium(
+    "dinput",
+    lambda medium, g, w: _own_dinput(g, w, medium),
+    lambda g, w: reference.linear_backward(g, None, w, round_factors=True)[:1],
+)
+_medium(
+    "dweight+dbias",
+    lambda medium, g, x: _own_dweight(g, x, medium),
+    lambda g, x: reference.linear_backward(g, x, None, round_factors=True)[1:],
+)
+OF_MEDIUM = tuple(phase for phase in PHASES if phase.startswith("medium"))
+
+
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     """All cases of the CPU; on CUDA the products are torch's."""
     if device == "cuda":
         return
+    of_medium = OF_MEDIUM if products.rounds_factors("medium") else ()
     if quick:
-        yield from (_case(QUICK, dtype, phase) for dtype in DTYPES for phase in PHASES)
+        phases = [phase for phase in PHASES if phase not in OF_MEDIUM]
+        yield from (_case(QUICK, dtype, phase) for dtype in DTYPES for phase in phases)
+        yield from (_case(QUICK, torch.float32, phase) for phase in of_medium)
         return
+    for shape in MEDIUM:
+        yield from (_case(shape, torch.float32, phase) for phase in of_medium)
     for dtype in DTYPES:
         for shape in SHAPES:
             rows, in_features, out_features = shape
@@ -185,5 +242,5 @@ def _case(
         cold=shape in FEW_ROWS,
         reads=in_features * out_features * dtype.itemsize if few else None,
         flops=2 * rows * in_features * out_features if multiplies else None,
-        dots=dtype is torch.bfloat16,
+        dots=dtype is torch.bfloat16 or phase in OF_MEDIUM,
     )
