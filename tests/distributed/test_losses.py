@@ -314,7 +314,8 @@ def test_refusals():
     no_gradient = "weight must not require a gradient"
     smoothing, tall = {"label_smoothing": 1.5}, TARGET[:, None]
     refused = (  # what the error says, the function, its arguments
-        ("target must lie between 0 and 8 or be .*, -100, got 9", ce, (x, TARGET + 1), {}),
+        ("target must lie between 0 and 8 or be ignore_index, -100, got 9", ce,
+         (x, TARGET + 1), {}),
         (r"weight must have shape \(9,\), got \(5,\)", ce, (x, TARGET, torch.ones(5)), {}),
         ("label_smoothing must", ce, (x, TARGET), smoothing),
         (r"^cross_entropy: target must have shape \(8,\), got \(8, 1\)", ce, (x, tall), {}),
