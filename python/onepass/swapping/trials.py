@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass import numerics
+from onepass._threads import on_threads
 from onepass.swapping.facts import MODULE_ATTRIBUTES, is_value
 
 # A wrong formula is off by 1e-3 or more, and float32's own rounding by less than a thousandth.
@@ -43,7 +44,7 @@ def foreign_code(doing: str) -> Iterator[None]:
 def isolated() -> Iterator[None]:
     """Isolates the trial from the caller's modes, and the caller from the trial's random draws."""
     with (
-        _one_thread(),
+        on_threads(1),  # the inputs are small, and on a busy machine parallel regions wait
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -51,17 +52,6 @@ def isolated() -> Iterator[None]:
         torch.device("cpu"),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread: the inputs are small, and on a busy machine parallel regions wait."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def twin(module: nn.Module) -> nn.Module:

@@ -186,6 +186,8 @@ def _times_float32(dtype: torch.dtype) -> float:
     import torch
     import torch.nn.functional as F
 
+    from onepass._threads import on_threads
+
     rows, features = 64, 192
 
     def seconds(dtype: torch.dtype) -> float:
@@ -203,12 +205,8 @@ def _times_float32(dtype: torch.dtype) -> float:
             times.append(step())
         return min(times)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_threads(1):
         return seconds(dtype) / seconds(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _memory() -> Iterator[Line]:
@@ -313,7 +311,7 @@ def code_for(capability: int, archs: str) -> str:
 
 _DRAWS = 4  # compared together: errors of a few numbers differ by luck
 # Of the numerics rule, which is stated by the errors of torch's own operators. The definition's are
-# smaller where attention has few keys: ours were up to 1.4 times the rule's bound. A wrong result
+# smaller where attention has few keys, and right results can be above one bound there. A wrong one
 # is off by thousands.
 _BOUNDS = 3.0
 _WITHOUT_GRADIENT = ("cos", "sin", "row_scale")  # arguments

@@ -91,6 +91,17 @@ def recycled_memory() -> Iterator[bool]:
         _malloc.restore()
 
 
+@contextlib.contextmanager
+def medium_precision() -> Iterator[None]:
+    """Inside, torch may multiply float32 matrices in bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def fill_holes(block_bytes: int) -> list[torch.Tensor]:
     """Takes every free block of that size below the top of the heap; the result holds them.
 

@@ -101,6 +101,7 @@ def _main(args: argparse.Namespace) -> int:
     import torch
 
     from onepass._C import cpu_level
+    from onepass._threads import on_threads
 
     if args.device == "cuda" and (obstacle := _library.no_cuda()):
         raise BadInput(f"--device must be one that onepass runs on, got cuda: {obstacle}")
@@ -116,12 +117,8 @@ def _main(args: argparse.Namespace) -> int:
                 f"--goals must name a file of goals, got {args.goals}: {error}"
             ) from None
     files = files_of(args)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads or threads)
-    try:
+    with on_threads(args.threads or torch.get_num_threads()):
         result, rows, limits, interrupted = _run(cases, args, goals, files.get("--json"))
-    finally:
-        torch.set_num_threads(threads)
     if args.json == STDOUT:
         print(json.dumps(result, indent=1))
     else:

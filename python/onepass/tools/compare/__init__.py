@@ -86,13 +86,12 @@ def _plot(result, format: str) -> bytes:
 def run(settings):
     """Both phases for every dropout probability; returns a `report.Result`, or with --generate a
     `generation.Generation`."""
-    import torch
-
     if settings.generate:
         from onepass.tools.compare import generation
 
         return generation.run(settings)
 
+    from onepass._threads import on_threads
     from onepass.tools.compare.measure import compare_speed
     from onepass.tools.compare.optimizers import choose, compare_optimizers
     from onepass.tools.compare.phases import phases_of
@@ -105,10 +104,8 @@ def run(settings):
     from onepass.tools.progress import Progress
 
     start = time.perf_counter()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    make_current(settings.device)
-    try:
+    with on_threads(settings.threads):
+        make_current(settings.device)
         machine = machine_facts()
         if settings.model:
             data = f"batches of {settings.model}"
@@ -144,8 +141,6 @@ def run(settings):
                 slow[checked], sameness[checked], settings, progress.next(),
             )  # fmt: skip
         parameters = sum(p.numel() for p in fast[0].build().parameters())
-    finally:
-        torch.set_num_threads(threads)
     return Result(
         settings, machine, data, parameters, speeds, sameness, optimizers,
         time.perf_counter() - start,

@@ -19,11 +19,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onepass._threads import on_threads
 from onepass.swapping import sample
 from onepass.tools.compare import memory
 from onepass.tools.compare.inference import ATTACHED, PREFILL, SECONDS, Call, Inference
@@ -140,12 +140,9 @@ def run(settings: Settings) -> Generation:
     Raises:
         BadInput: the model does not run on its batch.
     """
-    start, threads = time.perf_counter(), torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    try:
+    start = time.perf_counter()
+    with on_threads(settings.threads):
         return _run(settings, start)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(settings: Settings, start: float) -> Generation:

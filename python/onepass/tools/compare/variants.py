@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 import onepass
 from onepass.tools.compare.settings import Settings
 from onepass.tools.compare.train import Trainer
+from onepass.tools.machine import medium_precision
 
 STOCK, SWAPPED = "stock", "swapped"
 COMPILED = "compiled "
@@ -63,17 +64,6 @@ def trainer_of(
         report = settings.swap(model, kinds_of(variant, settings))
     around = medium_precision if variant.endswith(_MEDIUM) else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
-
-
-@contextlib.contextmanager
-def medium_precision() -> Iterator[None]:
-    """Inside, torch may multiply float32 matrices in bfloat16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def medium_has_effect() -> bool:

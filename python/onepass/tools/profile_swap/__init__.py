@@ -58,8 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 def run(settings):
     """Profiles the model at every dropout probability; returns a `report.Result`."""
-    import torch
-
+    from onepass._threads import on_threads
     from onepass.tools.compare.report import label
     from onepass.tools.compare.settings import make_current
     from onepass.tools.compare.workload import workload_of
@@ -70,10 +69,8 @@ def run(settings):
     from onepass.tools.progress import Phase, Progress
 
     start = time.perf_counter()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    make_current(settings.device)
-    try:
+    with on_threads(settings.threads):
+        make_current(settings.device)
         machine = machine_facts()
         text, data = None, f"batches of {settings.model}"
         if not settings.model:
@@ -95,7 +92,5 @@ def run(settings):
                 with turns:
                     profiles.append(profile(turns, settings, progress.next()))
         parameters = sum(p.numel() for p in turns.model.parameters())
-    finally:
-        torch.set_num_threads(threads)
     seconds = time.perf_counter() - start
     return Result(settings, machine, data, parameters, profiles, seconds)

@@ -23,6 +23,7 @@ from onepass._ops.linear import Activation
 from onepass._policy import products
 from onepass.reference import linear as reference
 from onepass.tools.bench.case import Case, Function, Operator
+from onepass.tools.machine import medium_precision
 
 # (rows, in_features, out_features)
 SHAPES = (
@@ -89,12 +90,8 @@ def _in_medium(function: Callable) -> Callable:
     """The same by torch, which may then multiply float32 matrices in bfloat16."""
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")
-        try:
+        with medium_precision():
             return function(*tensors)
-        finally:
-            torch.set_float32_matmul_precision(before)
 
     return call
 
