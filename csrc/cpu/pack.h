@@ -114,14 +114,13 @@ void pack_rows(Row&& row, int64_t rows, int64_t size, int64_t stride, typename M
       std::fill_n(to, stride, typename M::Element{});
       continue;
     }
-    if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(*from)>, BFloat16> ||
-                  M::kPerCell == 1) {
+    if constexpr (M::kPerCell == 2 && std::is_same_v<decltype(from), const BFloat16*>) {
+      std::memcpy(to, from, static_cast<size_t>(size) * sizeof(*to));
+    } else {
       using A = typename M::Number;
       for_each_vector<A>(0, size, [&](int64_t j, auto count) {
         store<A>(to + j, load<A>(from + j, count), count);
       });
-    } else {
-      std::memcpy(to, from, static_cast<size_t>(size) * sizeof(*to));
     }
     for (int64_t j = size; j < stride; ++j) to[j] = {};
   }

@@ -51,7 +51,7 @@ struct LinearProduct {
   DType sums_dtype;
   LinearKind kind;
   LinearEpilogue epilogue{};  // of kForward
-  // Float32 factors are rounded to bfloat16 where the CPU multiplies pairs of those.
+  // Factors that are both float32 are rounded to bfloat16, where the CPU multiplies pairs of those.
   bool rounds_factors{};
   // For kWeight: output and left_sums already hold sums, in the dtype of sums, and the product is
   // added to them.

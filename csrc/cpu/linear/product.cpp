@@ -461,6 +461,12 @@ constexpr int64_t kMostPieces = 4;  // of a thread
 template <class M>
 constexpr bool kTakesFewRows = sizeof(typename M::Number) == sizeof(float);
 
+// Whether the factors are of another dtype than the pairs.
+template <class M>
+bool rounds(const LinearProduct& args) {
+  return M::kPerCell == 2 && args.left_dtype == DType::kFloat32;
+}
+
 template <class M>
 bool has_few_rows(const LinearProduct& args) {
   return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 &&
@@ -484,7 +490,8 @@ Plan plan_few_rows(const LinearProduct& args, const Machine& machine, Layout& la
           .kernel_name = "linear_few_rows_kernel",
           .rows_per_tile = args.rows,
           .splits = layout.across,
-          .reason = "few rows: the weight is read in place",
+          .reason = rounds<M>(args) ? "few rows: the weight is read in place, and rounded"
+                                    : "few rows: the weight is read in place",
           .threads = threads};
 }
 
@@ -534,10 +541,9 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
             .kernel_name = "linear_kernel",
             .rows_per_tile = kStripRows,
             .splits = pieces,
-            .reason = M::kPerCell != 2 ? "multiply-adds, converted while packing"
-                      : args.left_dtype == DType::kFloat32
-                          ? "bfloat16 dot products, rounded while packing"
-                          : "bfloat16 dot products",
+            .reason = rounds<M>(args)    ? "bfloat16 dot products, rounded while packing"
+                      : M::kPerCell == 2 ? "bfloat16 dot products"
+                                         : "multiply-adds, converted while packing",
             .threads = taken};
   });
 }

@@ -33,8 +33,8 @@ class Activation(enum.IntEnum):
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, round_factors: bool = False
 ) -> Tensor:
-    """input weight^T + bias in input's dtype. round_factors: those of products in float32 are
-    rounded to bfloat16, where the CPU multiplies pairs of those."""
+    """input weight^T + bias in input's dtype. round_factors: both are float32, and rounded to
+    bfloat16 where the CPU multiplies pairs of those."""
     return _linear.run(input, weight, bias, None, round_factors)
 
 
@@ -118,8 +118,8 @@ def _definition(input, weight, bias, out_dtype, round_factors):
 
 
 def _rounds(input: Tensor, weight: Tensor, round_factors: bool) -> bool:
-    """Whether a product rounds its factors: those in 16 bits are what they are."""
-    return round_factors and torch.bfloat16 not in (input.dtype, weight.dtype)
+    """Whether a product rounds its factors: both are float32, or the float64 of a reference."""
+    return round_factors and input.dtype == weight.dtype and input.dtype.itemsize > 2
 
 
 def _gradients(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
@@ -169,16 +169,9 @@ def _activated(x, activation_kind):
 
 
 def _epilogue_definition(
-    input,
-    weight,
-    bias,
-    residual,
-    seed,
-    dropout_p,
-    activation_kind,
-    save_preactivation,
+    input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation,
     round_factors,
-):
+):  # fmt: skip
     rounds = _rounds(input, weight, round_factors)
     preactivation = reference.linear(*wide(input, weight, bias), rounds)
     output = dropped(_activated(preactivation, activation_kind), dropout_p, seed)

@@ -49,12 +49,12 @@ def linear(
         dropout_p: probability of dropping an element; see `dropout`.
         residual: the output's shape; it is added at the end, and gives the output its dtype.
         training: False turns dropout off.
-        precision: of float32 products on a CPU with dot products of bfloat16 (`onepass doctor`
-            names its level, avx512_bf16). "medium": their factors are rounded to bfloat16 while
-            they are packed, and the sums are float32; outputs and gradients stay float32. "high"
-            and "highest": float32, as three products of bfloat16 are no faster than one of float32
-            here. None: as torch's global setting says (`torch.set_float32_matmul_precision`, or
-            `torch.backends.mkldnn.matmul.fp32_precision`, "bf16" being "medium"). Under autocast
+        precision: of products of two float32 factors on a CPU with dot products of bfloat16, whose
+            level `onepass doctor` calls avx512_bf16. "medium": the factors are rounded to bfloat16
+            while they are packed; sums, outputs and gradients are float32. "high", "highest":
+            float32, as three products of bfloat16 are no faster than one of float32 here. None: as
+            torch's global setting says (`torch.set_float32_matmul_precision`, or
+            `torch.backends.mkldnn.matmul.fp32_precision`, where "bf16" is "medium"). Under autocast
             the factors have 16 bits already. Other CPUs compute in float32 whatever it says.
 
     Returns:
@@ -88,7 +88,8 @@ def linear(
         if not _is_ours(input, weight, bias):
             return _composed(_torchs(input, weight, bias), activation, p, residual)
         operands = _autocast_operands(input, weight, bias)
-        rounds = operands[0].dtype is torch.float32 and products.rounds_factors(precision)
+        are_wide = operands[0].dtype is torch.float32 is operands[1].dtype
+        rounds = are_wide and products.rounds_factors(precision)
         if activation is None and p == 0.0 and residual is None:
             return _linear.linear(*operands, rounds)
         kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)

@@ -96,8 +96,8 @@ def _products_in_float32() -> Iterator[None]:
     if before != "bf16":
         yield
         return
-    setting.fp32_precision = "ieee"
     try:
+        setting.fp32_precision = "ieee"
         yield
     finally:
         setting.fp32_precision = before
