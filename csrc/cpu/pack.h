@@ -133,7 +133,10 @@ ONEPASS_INLINE typename M::Cells load_cells_of_rows(const T* low, [[maybe_unused
   if constexpr (M::kPerCell == 1) {
     return load<typename M::Number>(low, count);
   } else if constexpr (std::is_same_v<T, float>) {
-    return pairs_of(load<float>(low, count), high ? load<float>(high, count) : Vec<float>{});
+    const auto numbers = [&](const T* from) {
+      return from == nullptr ? Vec<float>{} : load<float>(from, count);
+    };
+    return pairs_of(numbers(low), numbers(high));
   } else {
     const auto bits = [&](const T* from) -> WordBits {
       if (from == nullptr) return WordBits{};

@@ -87,9 +87,10 @@ struct Attention {
   double scale;
   double softcap;  // 0: none
   double dropout_p;
-  bool allow_tf32;   // of float32 on CUDA: products may keep 10 bits of their factors
-  DType dtype;       // of query, key, value, output and their gradients
-  DType bias_dtype;  // of bias and dbias
+  bool allow_tf32;      // of float32 on CUDA: products may keep 10 bits of their factors
+  bool rounds_factors;  // of float32 on CPU: products may round their factors to bfloat16
+  DType dtype;          // of query, key, value, output and their gradients
+  DType bias_dtype;     // of bias and dbias
   DType sinks_dtype;
 };
 

@@ -146,6 +146,7 @@ void check_score_options(const char* op, const CheckedAgainst& checked,
 
   args.scale = options.scale;
   args.allow_tf32 = options.allow_tf32;
+  args.rounds_factors = options.round_factors;
 }
 
 void attach_score_options(const char* op, const AttentionOptions& options, Attention& args,
@@ -205,7 +206,8 @@ std::string text_of_terms(const Attention& args) {
       when(args.blocks.data, " of blocks of ", args.block_q, " x ", args.block_k),
       when(args.alibi_slopes, ", ALiBi"), when(args.sinks, ", sinks"),
       when(args.softcap != 0.0, ", softcap ", args.softcap),
-      when(args.seed, ", dropout ", args.dropout_p), when(args.allow_tf32, ", TF32 allowed"));
+      when(args.seed, ", dropout ", args.dropout_p), when(args.allow_tf32, ", TF32 allowed"),
+      when(args.rounds_factors, ", rounding allowed"));
 }
 
 }  // namespace onepass

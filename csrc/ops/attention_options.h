@@ -22,22 +22,23 @@ namespace onepass {
   FIELD(double, softcap, "=0.0")  /* 0: none */                                 \
   FIELD(bool, out_bshd, "=False") /* results lie as (batch, rows, heads, cols) does */
 
-#define ONEPASS_ATTENTION_OPTIONS(FIELD)                                                 \
-  FIELD(OptionalTensor, bias, "=None")        /* (batch, heads, seq_q, seq_k), some 1 */ \
-  FIELD(OptionalTensor, mask, "=None")        /* likewise, bool */                       \
-  FIELD(OptionalTensor, cu_seq_q, "=None")    /* (batch + 1,) int32: packed */           \
-  FIELD(OptionalTensor, cu_seq_k, "=None")    /* likewise */                             \
-  FIELD(OptionalTensor, seqused_k, "=None")   /* (batch,) int32 */                       \
-  FIELD(OptionalTensor, block_table, "=None") /* (batch, max_pages) int32: paged */      \
-  FIELD(OptionalTensor, seed, "=None")        /* (2,) int64: seed, offset */             \
-  FIELD(int64_t, max_q, "=0")                 /* upper bounds of packed sequences, or */ \
-  FIELD(int64_t, max_k, "=0")                 /* how long the whole of a shard is */     \
-  FIELD(int64_t, query_offset, "=0")          /* where this shard of it begins */        \
-  FIELD(int64_t, key_offset, "=0")                                                       \
-  FIELD(double, dropout_p, "=0.0")                                                       \
-  FIELD(bool, bottom_right, "=False")                                                    \
-  FIELD(bool, allow_tf32, "=False")          /* float32 on CUDA may keep 10 bits */      \
-  FIELD(OptionalTensor, block_mask, "=None") /* (batch, heads, query_blocks, key_blocks) */
+#define ONEPASS_ATTENTION_OPTIONS(FIELD)                                                    \
+  FIELD(OptionalTensor, bias, "=None")        /* (batch, heads, seq_q, seq_k), some 1 */    \
+  FIELD(OptionalTensor, mask, "=None")        /* likewise, bool */                          \
+  FIELD(OptionalTensor, cu_seq_q, "=None")    /* (batch + 1,) int32: packed */              \
+  FIELD(OptionalTensor, cu_seq_k, "=None")    /* likewise */                                \
+  FIELD(OptionalTensor, seqused_k, "=None")   /* (batch,) int32 */                          \
+  FIELD(OptionalTensor, block_table, "=None") /* (batch, max_pages) int32: paged */         \
+  FIELD(OptionalTensor, seed, "=None")        /* (2,) int64: seed, offset */                \
+  FIELD(int64_t, max_q, "=0")                 /* upper bounds of packed sequences, or */    \
+  FIELD(int64_t, max_k, "=0")                 /* how long the whole of a shard is */        \
+  FIELD(int64_t, query_offset, "=0")          /* where this shard of it begins */           \
+  FIELD(int64_t, key_offset, "=0")                                                          \
+  FIELD(double, dropout_p, "=0.0")                                                          \
+  FIELD(bool, bottom_right, "=False")                                                       \
+  FIELD(bool, allow_tf32, "=False")          /* float32 on CUDA may keep 10 bits */         \
+  FIELD(OptionalTensor, block_mask, "=None") /* (batch, heads, query_blocks, key_blocks) */ \
+  FIELD(bool, round_factors, "=False")       /* float32 on CPU may keep 8 bits of factors */
 
 #define ONEPASS_DECODE_OPTIONS(FIELD)                                                   \
   FIELD(OptionalTensor, cache_seqlens, "=None")   /* (batch,) int32 */                  \

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onepass import numerics
 from onepass.reference import attention as reference_module
+from onepass.reference.products import factors
 from tests.attention.tensor_cores import Tf32Products, lse_in_float32
 from tests.support.dtypes import BF16, F16, F32, F64
 
@@ -77,6 +78,7 @@ class Case:
     key_offset: int = 0
     factor: float = 1.3  # of scale: not the default
     tf32: bool = False  # torch allows it: for float32 on CUDA
+    rounded: bool = False  # the factors of products, to bfloat16: for float32 on the CPU
     draw: int = 0  # which random numbers
 
     @property
@@ -122,6 +124,8 @@ class Case:
         names = "window_left window_right bottom_right softcap dropout_p scale query_offset "
         names += "key_offset"
         numbers = {name: getattr(self, name) for name in names.split()}
+        if self.rounded:
+            numbers["round_factors"] = True
         if self.packed:
             numbers["max_q"], numbers["max_k"] = (max(n) for n in self.stored)
         return numbers
@@ -321,27 +325,41 @@ class WeighFromSaved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, score, value, factor):
-        output, lse = weigh(score, value, factor)
+    def forward(ctx, score, value, factor, round_factors):
+        output, lse = weigh(score, value, factor, round_factors)
+        (value,) = factors(round_factors, value)
         ctx.save_for_backward(score, value, factor, output)
+        ctx.round_factors = round_factors
         return output, lse
 
     @staticmethod
     def backward(ctx, doutput, dlse):
         score, value, factor, output = ctx.saved_tensors
         p = score.softmax(-1).nan_to_num(0.0)
+        (doutput,) = factors(ctx.round_factors, doutput)
         delta = (doutput * output).sum(-1) - dlse
         dp, kept = doutput @ value.mT, p[..., : value.shape[2]]
         if factor is not None:
             dp, kept = dp * factor, kept * factor
         dp = F.pad(dp, (0, p.shape[-1] - dp.shape[-1]))  # the sink has no value
-        return p * (dp - delta[..., None]), kept.mT @ doutput, None
+        (kept,) = factors(ctx.round_factors, kept)
+        return p * (dp - delta[..., None]), kept.mT @ doutput, None, None
 
 
 def from_saved(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """The definition in the input's dtype, its backward with the saved output."""
     with mock.patch.object(reference_module, "_weigh", WeighFromSaved.apply):
         return definition(case, t, case.dtype)
+
+
+def exact(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The definition in float64. Where factors are rounded, those that are given are, and weights
+    are not: kernels round them before or after the division by their sum."""
+    if not case.rounded:
+        return definition(case, t, F64)
+    given = (name for name in ("query", "key", "value", "doutput") if name in t)
+    factors = {name: t[name].bfloat16().to(t[name].dtype) for name in given}
+    return definition(replace(case, rounded=False), t | factors, F64)
 
 
 def stock(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -392,6 +410,8 @@ def base(case: Case, t: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.tf32:
         with Tf32Products():
             return from_saved(case, t)
+    if case.rounded:
+        return from_saved(case, t)
     torchs = stock(case, t)
     upstream = t.keys() & {"doutput", "dlse"}
     wanted = {"output", *(f"d{name}" for name in GRADIENTS if name in t and upstream)}
@@ -454,7 +474,7 @@ def compute(
     t = case.tensors()
     t |= change(t)
     before = {name: tensor.clone() for name, tensor in t.items()}
-    found, ref = ours(case, t), definition(case, t, F64)
+    found, ref = ours(case, t), exact(case, t)
     for name, tensor in t.items():
         assert equal(tensor, before[name]), f"{name} was written"
     assert found.keys() == ref.keys()

@@ -14,11 +14,12 @@ import torch
 import onepass
 from onepass import _library, _malloc, cli
 from onepass.tools.compare import attribution, kept, measure, settings, train, variants
+from onepass.tools.machine import medium_has_effect
 from tests.compare.cases import peaks_of_a_byte, run_here
 
 pytestmark = pytest.mark.xdist_group("compare")  # most tests read one run
 QUICK = ("--quick", "--threads", "1", "--steps", "4", "--pairs", "2")
-MEDIUM = (variants.MEDIUM, variants.SWAPPED_MEDIUM) if variants.medium_has_effect() else ()
+MEDIUM = (variants.MEDIUM, variants.SWAPPED_MEDIUM) if medium_has_effect() else ()
 KEPT = ("stock, kept memory", "swapped, kept memory")
 ONE_LAYER = ("--layers", "1", "--width", "16", "--heads", "2", "--block", "32", "--batch", "1")
 
@@ -214,6 +215,9 @@ def test_json_schema(outcome):
         assert phase["steps"][0] == 0 and phase["steps"][-1] == 4
         assert len(phase["stock_losses"]) == train.STOCK_RUNS
         assert len(phase["swapped_losses"]) == len(phase["steps"])
+        if MEDIUM:
+            assert len(phase["medium_losses"]) == len(phase["steps"])
+            assert 0 < phase["medium_gap"] < 0.1
     assert [phase["stock_runs_differ_by"] for phase in data["sameness"]] == [
         "dropout seed",
         "summation order",

@@ -11,6 +11,7 @@ from torch import nn
 
 import onepass
 from onepass import _malloc
+from onepass.tools import machine
 from onepass.tools.compare import measure, memory, variants
 from tests.compare.cases import settings_of
 
@@ -89,10 +90,10 @@ def test_precision_is_restored_after_an_error():
 
 
 def test_medium_precision_is_a_variant_where_it_has_an_effect(monkeypatch):
-    monkeypatch.setattr(variants, "medium_precision", contextlib.nullcontext)
+    monkeypatch.setattr(machine, "medium_precision", contextlib.nullcontext)
     assert variants.names(settings_of()) == ["stock", "swapped"]
     other = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    monkeypatch.setattr(variants, "medium_precision", other)
+    monkeypatch.setattr(machine, "medium_precision", other)
     assert variants.names(settings_of()) == [
         "stock", "swapped", variants.MEDIUM, variants.SWAPPED_MEDIUM
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import onepass
 from onepass import _C, explain, functional, numerics, reference
 from onepass._ops.decomposition import FORMULAS
 from onepass._ops.linear import Activation
+from onepass._policy import precision as policy
 from onepass._policy import products
 
 HAS_DOTS = _C.cpu_level() == "avx512_bf16"
@@ -250,7 +251,7 @@ def test_explain_names_the_rounding():
 
 
 def test_without_dot_products_nothing_changes(monkeypatch):
-    monkeypatch.setattr(products, "_HAS_PAIR_PRODUCTS", False)
+    monkeypatch.setattr(policy, "HAS_PAIR_PRODUCTS", False)
     x, w, b = operands(40, 64, 48)
     exact = functional.linear(x, w, b, precision="highest")
     assert torch.equal(functional.linear(x, w, b, precision="medium"), exact)

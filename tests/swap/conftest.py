@@ -30,7 +30,7 @@ def slow_products(monkeypatch):
 @pytest.fixture
 def linear_layers_gain(monkeypatch):
     """Linear layers are swapped on every CPU and in every dtype."""
-    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small, precision: None)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
 from onepass import _dispatch_log, numerics
-from onepass._policy import products, small_calls
+from onepass._policy import precision, products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import Plain
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
@@ -171,7 +171,7 @@ def test_a_trace_of_small_products_is_torchs(monkeypatch):
 def test_float32_products_in_bfloat16_are_the_users_choice(monkeypatch, has_dots):
     """With dot products on AMD ours round their factors too, and are faster than oneDNN's."""
     set_facts(monkeypatch, SLOW._replace(bfloat16=True))
-    monkeypatch.setattr(products, "_HAS_PAIR_PRODUCTS", has_dots)
+    monkeypatch.setattr(precision, "HAS_PAIR_PRODUCTS", has_dots)
     ours, x = model(), torch.randn(30, 24)
     swap(ours)
     before = torch.get_float32_matmul_precision()

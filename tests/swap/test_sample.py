@@ -420,7 +420,7 @@ def gains(monkeypatch):
     monkeypatch.setattr(Plan, "_judged", judged_once)
     monkeypatch.setattr(sample._Measurement, "_timed", timed)
     measure_little(monkeypatch)
-    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small=False: None)
+    monkeypatch.setattr(matchers, "_as_fast", lambda weights, small, precision: None)
     return answers
 
 

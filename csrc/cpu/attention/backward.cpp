@@ -28,9 +28,8 @@ struct Operand {
   int64_t cell_step;
 };
 
-template <class T>
+template <class T, class M>
 class Backward {
-  using M = MultiplierOf<T>;
   using E = typename M::Element;
   static constexpr int n = kLanes<float>;
 
@@ -288,7 +287,7 @@ class Backward {
       pack_cells_of_rows<M>(row, count, dim, columns, cells_scratch);
       result.cells = cells_scratch;
       result.cell_step = columns * M::kPerCell;
-      if (dim % M::kPerCell == 0 && all.stride() == dim) {
+      if (sizeof(T) == sizeof(E) && dim % M::kPerCell == 0 && all.stride() == dim) {
         result.rows = reinterpret_cast<const E*>(row(0));
         result.row_stride = dim;
       } else {
@@ -304,7 +303,7 @@ class Backward {
   const BackwardShape& shape_;
   const BackwardSums& sums_;
   const BackwardScratch<M>& s_;
-  ScoreGradients<T> score_gradients_;
+  ScoreGradients<T, M> score_gradients_;
   Sequence sequence_{};
   int64_t split_ = 0;
 };
@@ -317,23 +316,22 @@ Plan plan_backward(const AttentionBackward& args, const Machine& machine, Backwa
   plan.splits = shape.splits;
   const int64_t work = score_nanoseconds(args, 3 * args.head_dim + 2 * args.value_dim);
   plan.threads = threads_for(work, shape.units * shape.splits, machine);
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+  visit_multiplier(args, [&]<class T, class M>() {
     Arena arena(nullptr);
     backward_sums_of(args, shape, arena);
     Arena scratch(nullptr);
-    backward_scratch_of<MultiplierOf<T>>(args, shape, scratch);
+    backward_scratch_of<M>(args, shape, scratch);
     shape.slots = {arena.used(), scratch.used()};
     plan.workspace_bytes = shape.slots.end(plan.threads);
-    plan.reason = multiplier_text<T>();
+    plan.reason = multiplier_text<T, M>();
   });
   return plan;
 }
 
-template <class T>
+template <class T, class M>
 void attention_backward_kernel(const AttentionBackward& args, const Plan& plan,
                                const BackwardShape& shape, void* workspace,
                                const Context& context) {
-  using M = MultiplierOf<T>;
   Arena arena(workspace);
   const BackwardSums sums = backward_sums_of(args, shape, arena);
   const int64_t chunks = ceil_div(args.seq_q, kRowsAtOnce);
@@ -344,14 +342,14 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan,
   const int64_t row_bytes = 2 * args.value_dim * size_of(args.dtype);
   const int64_t delta_threads = threads_for(rows * row_bytes / kBytes, chunks_of_heads, machine);
   for_each_piece_in_order(context, delta_threads, chunks_of_heads, [&](int64_t piece, int64_t) {
-    write_delta<T>(args, sums, piece / chunks / args.heads, piece / chunks % args.heads,
-                   piece % chunks * kRowsAtOnce);
+    write_delta<T, M>(args, sums, piece / chunks / args.heads, piece / chunks % args.heads,
+                      piece % chunks * kRowsAtOnce);
   });
   for_each_piece_in_order(context, plan.threads, shape.units * shape.splits,
                           [&](int64_t piece, int64_t slot) {
                             Arena own(shape.slots.of(workspace, slot));
                             const auto scratch = backward_scratch_of<M>(args, shape, own);
-                            Backward<T>(args, shape, sums, scratch).piece(piece);
+                            Backward<T, M>(args, shape, sums, scratch).piece(piece);
                           });
 
   const int64_t queries = args.dquery.data ? chunks_of_heads : 0;
@@ -377,8 +375,8 @@ void attention_backward_kernel(const AttentionBackward& args, const Plan& plan,
 
 void run_backward(const AttentionBackward& args, const Plan& plan, const BackwardShape& shape,
                   void* workspace, const Context& context) {
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
-    attention_backward_kernel<T>(args, plan, shape, workspace, context);
+  visit_multiplier(args, [&]<class T, class M>() {
+    attention_backward_kernel<T, M>(args, plan, shape, workspace, context);
   });
 }
 

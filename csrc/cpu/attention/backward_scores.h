@@ -7,9 +7,8 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-template <class T>
+template <class T, class M>
 class ScoreGradients {
-  using M = MultiplierOf<T>;
   using E = typename M::Element;
   static constexpr int n = kLanes<float>;
 

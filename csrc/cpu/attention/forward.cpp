@@ -114,10 +114,8 @@ struct Group {
   int64_t count;  // lanes in use
 };
 
-template <class T>
+template <class T, class M>
 class Forward {
-  using M = MultiplierOf<T>;
-
  public:
   Forward(const AttentionForward& args, const Shape& shape, const int32_t* batches,
           const Scratch<M>& scratch)
@@ -244,7 +242,8 @@ class Forward {
   // Likewise; those of tile.zeros are zeros.
   void load_values(Tile<M>& tile, const KeyRows<const T>& values, int64_t k0, int64_t begin,
                    int64_t end) {
-    if (std::is_same_v<T, float> && values.stride() == args_.value_dim && tile.zeros.empty()) {
+    if (std::is_same_v<M, Fma> && std::is_same_v<T, float> && values.stride() == args_.value_dim &&
+        tile.zeros.empty()) {
       tile.values = reinterpret_cast<const typename M::Element*>(values(k0));
       tile.value_step = args_.value_dim;
     } else {
@@ -496,19 +495,19 @@ Plan plan_forward(const AttentionForward& args, const Machine& machine, Shape& s
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
   plan.threads = threads_for(work, shape.pieces, machine);
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+  visit_multiplier(args, [&]<class T, class M>() {
     Arena arena(nullptr);
     arena.take<int32_t>(args.batch);
     Arena scratch(nullptr);
-    scratch_of<MultiplierOf<T>>(args, shape, scratch);
+    scratch_of<M>(args, shape, scratch);
     shape.slots = {arena.used(), scratch.used()};
     plan.workspace_bytes = shape.slots.end(plan.threads);
-    plan.reason = multiplier_text<T>();
+    plan.reason = multiplier_text<T, M>();
   });
   return plan;
 }
 
-template <class T>
+template <class T, class M>
 void attention_forward_kernel(const AttentionForward& args, const Plan& plan, const Shape& shape,
                               void* workspace, const Context& context) {
   Arena arena(workspace);
@@ -516,15 +515,15 @@ void attention_forward_kernel(const AttentionForward& args, const Plan& plan, co
   order_by_work(args, batches);
   for_each_piece_in_order(context, plan.threads, shape.pieces, [&](int64_t piece, int64_t slot) {
     Arena own(shape.slots.of(workspace, slot));
-    const auto scratch = scratch_of<MultiplierOf<T>>(args, shape, own);
-    Forward<T>(args, shape, batches, scratch).piece(piece);
+    const auto scratch = scratch_of<M>(args, shape, own);
+    Forward<T, M>(args, shape, batches, scratch).piece(piece);
   });
 }
 
 void run_forward(const AttentionForward& args, const Plan& plan, const Shape& shape,
                  void* workspace, const Context& context) {
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
-    attention_forward_kernel<T>(args, plan, shape, workspace, context);
+  visit_multiplier(args, [&]<class T, class M>() {
+    attention_forward_kernel<T, M>(args, plan, shape, workspace, context);
   });
 }
 

@@ -43,12 +43,25 @@ inline int64_t score_nanoseconds(const Attention& args, int64_t products) {
       std::min(scores * static_cast<double>(products + kSoftmax) / kMultiplyAdds, most));
 }
 
-// For the reason of a plan: the multiplier of a dtype.
-template <class T>
+// Calls f<T, M>() with the element type of a call and its multiplier. float64 has none.
+template <class F>
+void visit_multiplier(const Attention& args, F&& f) {
+  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+    if constexpr (kHasPairProducts && std::is_same_v<T, float>) {
+      if (args.rounds_factors) return f.template operator()<T, Dot>();
+    }
+    f.template operator()<T, MultiplierOf<T>>();
+  });
+}
+
+// For the reason of a plan.
+template <class T, class M = MultiplierOf<T>>
 constexpr const char* multiplier_text() {
-  return MultiplierOf<T>::kPerCell == 2 ? "bfloat16 dot products"
-         : std::is_same_v<T, float>     ? "float32 multiply-adds"
-                                        : "float32 multiply-adds, converted while packing";
+  constexpr bool kIsFloat = std::is_same_v<T, float>;
+  if (M::kPerCell == 2) {
+    return kIsFloat ? "bfloat16 dot products, rounded while packing" : "bfloat16 dot products";
+  }
+  return kIsFloat ? "float32 multiply-adds" : "float32 multiply-adds, converted while packing";
 }
 
 // The rounding error of a + b (Knuth's two-sum); 0 for infinities and NaN.

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from onepass import _C, _dispatch_log
+from onepass import _dispatch_log
 from onepass._compiling import constant_where_traced
 from onepass._ops import tracing
+from onepass._policy.precision import float32_precision, rounds_factors
 
 # Products that onepass computes faster although oneDNN has instructions, because oneDNN packs the
 # weight in each call. The bounds: SMALL_PRODUCT multiply-adds with SMALL_WEIGHT elements of weight,
@@ -64,16 +65,18 @@ def facts() -> Facts:
     )
 
 
-def as_fast(dtype: torch.dtype, small: bool = False) -> str | None:
+def as_fast(dtype: torch.dtype, small: bool = False, precision: str | None = None) -> str | None:
     """Why torch's products of a dtype are as fast here as onepass's; None if they are slower.
 
-    `small`: for small products.
+    Args:
+        small: for small products.
+        precision: the module's own, of float32 products; None: torch's setting.
     """
     of = facts()
     if dtype is torch.float32:
-        if of.vendor == _AMD and rounds_factors():
+        if rounds_factors(precision) and (precision is not None or of.vendor == _AMD):
             return None
-        if of.bfloat16 and _float32_precision() == "bf16":
+        if of.bfloat16 and float32_precision() == "bf16":
             return "float32 products, by oneDNN as matmul precision allows"
         if of.vendor == _AMD and of.mkl:
             return None
@@ -108,23 +111,25 @@ def is_small(rows: int, dtype: torch.dtype, weight: Tensor, training: bool) -> b
     return is_wide and size <= SMALL_WEIGHT and rows * size <= SMALL_PRODUCT[dtype]
 
 
-def gains(input: Tensor, weight: Tensor) -> bool:
-    """Whether a call gains, by the dtype of its products and its size; if not, the reason is
-    logged."""
+def gains(input: Tensor, weight: Tensor, precision: str | None = None) -> bool:
+    """Whether a call gains, by the dtype of its products, their precision and its size; if not, the
+    reason is logged."""
     if input.is_cuda:
         record_fallback(input.shape, input.dtype, "torch's products on CUDA")
         return False
     dtype = dtype_of(input)
     if torch.compiler.is_compiling():
-        return _gains_as_compiled(dtype)
+        return _gains_as_compiled(dtype, precision)
     rows = input.numel() // max(weight.shape[-1], 1)
     small = is_small(rows, dtype, weight, torch.is_grad_enabled())
-    return not is_as_fast(dtype, input.shape, small)
+    return not is_as_fast(dtype, input.shape, small, precision)
 
 
-def is_as_fast(dtype: torch.dtype, shape: Sequence[int], small: bool = False) -> bool:
+def is_as_fast(
+    dtype: torch.dtype, shape: Sequence[int], small: bool = False, precision: str | None = None
+) -> bool:
     """Whether torch's product is as fast; logged with the input's shape."""
-    reason = as_fast(dtype, small)
+    reason = as_fast(dtype, small, precision)
     if reason:
         record_fallback(shape, dtype, f"torch is as fast here in {reason}")
     return reason is not None
@@ -144,39 +149,8 @@ def record_fallback(shape: Sequence[int], dtype: torch.dtype, reason: str) -> No
 
 
 @constant_where_traced
-def _gains_as_compiled(dtype: torch.dtype) -> bool:
-    return as_fast(dtype) is None
-
-
-PRECISIONS = (None, "highest", "high", "medium")
-_HAS_PAIR_PRODUCTS = _C.cpu_level() == "avx512_bf16"
-
-
-def rounds_factors(precision: str | None = None) -> bool:
-    """Whether float32 products on this CPU take factors that are rounded to bfloat16: with
-    "medium", or with None where torch's global setting says so."""
-    if not _HAS_PAIR_PRODUCTS or precision not in (None, "medium"):
-        return False
-    if precision == "medium":
-        return True
-    if torch.compiler.is_compiling():
-        return _global_rounds()
-    try:  # a tenth of the time of the other; it raises where torch's newer settings were used
-        if torch._C._get_float32_matmul_precision() != "medium":
-            return False
-    except RuntimeError:
-        pass
-    return _float32_precision() == "bf16"
-
-
-@constant_where_traced
-def _global_rounds() -> bool:
-    return _float32_precision() == "bf16"
-
-
-def _float32_precision() -> str:
-    """`torch.backends.mkldnn.matmul.fp32_precision`, which takes a microsecond."""
-    return torch._C._get_fp32_precision_getter("mkldnn", "matmul")
+def _gains_as_compiled(dtype: torch.dtype, precision: str | None) -> bool:
+    return as_fast(dtype, precision=precision) is None
 
 
 # Levels to which oneDNN can be limited, those without instructions for 16-bit products first.

@@ -20,6 +20,7 @@ from onepass._compiling import constant_where_traced
 from onepass._imported import is_dtensor
 from onepass._ops import linear_loss, tracing
 from onepass._policy import products
+from onepass._policy.precision import precision_of
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2; training in
@@ -259,7 +260,8 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
         rows = rows * 2 // max(2, weight.numel() // size)
     dtype = products.dtype_of(weight)
     training = module.training or torch.is_grad_enabled()
-    if input.is_cpu and products.is_as_fast(dtype, (rows, columns)):
+    shape, precision = (rows, columns), precision_of(module)
+    if input.is_cpu and products.is_as_fast(dtype, shape, precision=precision):
         return True
     bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
     few = _are_few_rows(dtype, rows) or (rows == 1 and _is_fast_with_a_row(dtype, training))

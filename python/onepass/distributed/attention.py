@@ -8,7 +8,7 @@ from torch import distributed as dist
 from onepass._arguments import check_arguments
 from onepass.distributed import ring
 from onepass.distributed.sequence import check_layout, place
-from onepass.functional._attention_options import score_options
+from onepass.functional._attention_options import rounds, score_options
 from onepass.functional.attention import _autocast, _window
 
 
@@ -104,6 +104,8 @@ def ring_attention(
         options = score_options(
             query, scale, window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
         )
+        if rounds(query):
+            options["round_factors"] = True
         if dropout_p != 0.0:
             options["dropout_p"] = dropout_p
         output, lse = ring.attention(query, key, value, options, layout, group, deterministic)

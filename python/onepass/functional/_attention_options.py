@@ -10,6 +10,7 @@ from onepass._memory_order import is_bshd
 from onepass._ops.attention import Options
 from onepass._ops.attention_decode import DEFAULTS
 from onepass._ops.differentiation import constant
+from onepass._policy.precision import rounds_factors
 
 
 def score_options(
@@ -38,6 +39,12 @@ def score_options(
     if is_bshd(query):
         options["out_bshd"] = True
     return options
+
+
+def rounds(query: Tensor, precision: str | None = None) -> bool:
+    """Whether products take factors rounded to bfloat16: of float32 on a CPU, where `precision`,
+    or torch's setting if it is None, says so."""
+    return query.dtype is torch.float32 and query.is_cpu and rounds_factors(precision)
 
 
 def given(**tensors: Tensor | None) -> Options:

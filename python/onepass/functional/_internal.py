@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,10 +14,11 @@ from onepass._ops import linear_loss, loss
 from onepass._ops.attention import attention
 from onepass._ops.differentiation import are_transforms_active
 from onepass._policy import device_attention, products, small_calls
+from onepass._policy.precision import HAS_PAIR_PRODUCTS
 from onepass._refusals import is_number, or_torchs
-from onepass.functional._attention_options import given, score_options
+from onepass.functional._attention_options import given, rounds, score_options
 from onepass.functional.attention import _autocast, _is_autocast
-from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _composed, linear
+from onepass.functional.linear import _composed, linear
 
 
 def masked_attention(
@@ -29,6 +32,7 @@ def masked_attention(
     is_causal: bool,
     scale: float | None = None,
     keeps_order: bool = True,
+    precision: str | None = None,
     **terms: float | Tensor,
 ) -> Tensor:
     """Attention with a float and a boolean mask at once.
@@ -49,6 +53,8 @@ def masked_attention(
     query, key, value = _autocast(query, key, value)
     options = score_options(query, scale, (-1, 0 if is_causal else -1), **terms)
     options |= given(bias=bias, mask=mask)
+    if rounds(query, precision):
+        options["round_factors"] = True
     if not keeps_order:
         options.pop("out_bshd", None)
     if dropout_p != 0.0:
@@ -57,11 +63,16 @@ def masked_attention(
 
 
 def linear_where_it_gains(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, **epilogue: object
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    precision: str | None = None,
+    **epilogue: object,
 ) -> Tensor:
     """`linear` with its options, or `F.linear` and a pass for each option if that is as fast."""
-    if linear_gains(input, weight, bias):
-        return or_torchs(linear, _torchs, input, weight, bias, **epilogue)
+    if linear_gains(input, weight, bias, precision):
+        ours = linear if precision is None else functools.partial(linear, precision=precision)
+        return or_torchs(ours, _torchs, input, weight, bias, **epilogue)
     return _torchs(input, weight, bias, **epilogue)
 
 
@@ -84,8 +95,10 @@ def is_mask(mask: Tensor | None, query: Tensor) -> bool:
     )
 
 
-def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `linear` takes less time than `F.linear`: by dtype, CPU and size.
+def linear_gains(
+    input: Tensor, weight: Tensor, bias: Tensor | None, precision: str | None = None
+) -> bool:
+    """Whether `linear` takes less time than `F.linear`: by dtype, precision, CPU and size.
 
     Not under torch.func, where torch maps a product to one product and ours to a loop, nor in
     forward mode, where ours is torch's too.
@@ -95,7 +108,7 @@ def linear_gains(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dim() == 2
         and not small_calls.linear_is_small(input, weight)
         and _is_usual(input, weight, bias)
-        and products.gains(input, weight)
+        and products.gains(input, weight, precision)
         and forward_ad._current_level < 0
         and not are_transforms_active()
     )
@@ -166,7 +179,7 @@ def linear_cross_entropy_in_float32(
         ours = linear_cross_entropy_in_float32
         return handle_torch_function(ours, tensors, *tensors, *options)
     # The CPU's products read a weight in any dtype; pairs of bfloat16 are twice as fast.
-    casts = dtype is torch.bfloat16 and _HAS_PAIR_PRODUCTS or not input.is_cpu
+    casts = dtype is torch.bfloat16 and HAS_PAIR_PRODUCTS or not input.is_cpu
     return linear_loss.linear_cross_entropy(
         *tensors,
         None,

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from onepass._arguments import check_arguments
 from onepass._ops.attention import attention
-from onepass.functional._attention_options import given, score_options
+from onepass._policy.precision import check_precision
+from onepass.functional._attention_options import given, rounds, score_options
 from onepass.functional._block_mask import blocks_and_tiles
 
 
@@ -31,6 +32,7 @@ def scaled_dot_product_attention(
     block_mask: object = None,
     query_offset: int = 0,
     key_offset: int = 0,
+    precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``dropout(softmax(score)) @ value``, as `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -79,6 +81,9 @@ def scaled_dot_product_attention(
             parts of longer sequences: query i is at query_offset + i (plus what "bottom_right"
             adds), key j at key_offset + j. The causal mask, windows, ALiBi and dropout use
             positions, so parts see and drop the same as the whole. Not negative, below 2^40.
+        precision: of float32 products on a CPU, as in `linear`: with "medium" the factors of all
+            products, forward and backward, are rounded to bfloat16; the softmax, sums and results
+            are float32.
 
     Returns:
         Tensor of shape (..., heads, seq_q, value_dim) in query's dtype (under autocast: in
@@ -89,7 +94,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: a shape, dtype, device or number does not fit; the message names the argument.
         TypeError: an argument is of a wrong type.
-        ValueError: causal_alignment or window_size is malformed; block_mask has other lengths.
+        ValueError: causal_alignment, window_size or precision is malformed; block_mask has other
+            lengths.
 
     Examples:
         >>> query = torch.randn(2, 8, 128, 64)  # (batch, heads, tokens, head_dim)
@@ -116,6 +122,7 @@ def scaled_dot_product_attention(
                 f"got {causal_alignment!r}"
             )
         left, right = _window(op, window_size)
+        check_precision(op, precision)
         if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError(
                 f"{op}: query must not be nested, got a nested tensor; varlen_attention takes "
@@ -140,6 +147,8 @@ def scaled_dot_product_attention(
                 )
             lengths = query.shape[2], key.shape[2]
             options["block_mask"], options["mask"] = blocks_and_tiles(op, block_mask, lengths)
+        if rounds(query, precision):
+            options["round_factors"] = True
         if dropout_p != 0.0:
             options["dropout_p"] = dropout_p
         if causal_alignment == "bottom_right":
@@ -182,6 +191,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     deterministic: bool = False,
+    precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of sequences of different lengths, one after the other, without padding.
 
@@ -211,7 +221,7 @@ def varlen_attention(
             result depends on the rest of the batch.
         attn_mask: boolean or float, broadcasts to (batch, heads, max_q, max_k), indexed by
             positions within the sequences.
-        scale, dropout_p, softcap, alibi_slopes, sinks, deterministic: as in
+        scale, dropout_p, softcap, alibi_slopes, sinks, deterministic, precision: as in
             `scaled_dot_product_attention`.
 
     Returns:
@@ -222,8 +232,8 @@ def varlen_attention(
         RuntimeError: a shape, dtype, device, length or page number does not fit; the message names
             the argument. On CUDA the values of lengths and page numbers are not checked, which
             would wait for the device: they must fit max_q, max_k and the rows in memory.
-        ValueError: key's heads are not query's and enable_gqa is not set; window_size is
-            malformed.
+        ValueError: key's heads are not query's and enable_gqa is not set; window_size or precision
+            is malformed.
         TypeError: an argument is of a wrong type.
 
     Examples:
@@ -246,6 +256,7 @@ def varlen_attention(
         ):
             raise TypeError
         left, right = _window(op, window_size)
+        check_precision(op, precision)
         heads = (query.shape[1], key.shape[-2]) if query.dim() > 1 and key.dim() > 1 else (1, 1)
         if heads[0] != heads[1] and not enable_gqa:
             raise ValueError(
@@ -260,6 +271,8 @@ def varlen_attention(
         )
         options |= dict(cu_seq_q=cu_seq_q, max_q=max_q, max_k=max_k, bottom_right=True)
         options |= given(bias=bias, mask=mask, seqused_k=seqused_k, block_table=block_table)
+        if rounds(query, precision):
+            options["round_factors"] = True
         if cu_seq_k is not None and block_table is None:
             options["cu_seq_k"] = cu_seq_k
         if dropout_p != 0.0:

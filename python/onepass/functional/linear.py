@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass import _C
 from onepass._arguments import check_arguments
 from onepass._imported import is_a, is_dtensor, is_fake
 from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
 from onepass._policy import products
+from onepass._policy.precision import HAS_PAIR_PRODUCTS, check_precision, rounds_factors
 from onepass.functional.attention import _autocast, _cast
 from onepass.functional.dropout import _check_p
 from onepass.reference.linear import ACTIVATIONS
 
 _F = torch.nn.functional
 _ACTIVATIONS = {a.name.lower(): a for a in _linear.Activation if a != _linear.Activation.NONE}
-_HAS_PAIR_PRODUCTS = _C.cpu_level() == "avx512_bf16"
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
@@ -77,10 +76,7 @@ def linear(
             raise ValueError(
                 f"linear: activation must be None or one of {names}, got {activation!r}"
             )
-        if precision not in products.PRECISIONS:
-            raise ValueError(
-                f"linear: precision must be None, 'highest', 'high' or 'medium', got {precision!r}"
-            )
+        check_precision("linear", precision)
         _check_p("linear", "dropout_p", dropout_p)
         if type(training) is not bool:
             raise TypeError  # which check_arguments names
@@ -89,7 +85,7 @@ def linear(
             return _composed(_torchs(input, weight, bias), activation, p, residual)
         operands = _autocast_operands(input, weight, bias)
         are_wide = operands[0].dtype is torch.float32 is operands[1].dtype
-        rounds = are_wide and products.rounds_factors(precision)
+        rounds = are_wide and rounds_factors(precision)
         if activation is None and p == 0.0 and residual is None:
             return _linear.linear(*operands, rounds)
         kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)
@@ -110,7 +106,7 @@ def _autocast_operands(
         (input,) = _autocast(input)
         # Without an instruction for pairs the products read weights as they are, in any dtype,
         # and no copy is made of them in each call.
-        if input.dtype is torch.bfloat16 and _HAS_PAIR_PRODUCTS:
+        if input.dtype is torch.bfloat16 and HAS_PAIR_PRODUCTS:
             weight, bias = _cast(torch.bfloat16, weight, bias)
     return input, weight, bias
 

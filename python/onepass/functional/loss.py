@@ -10,8 +10,9 @@ from onepass._arguments import check_arguments, require_result
 from onepass._ops import linear_loss as _linear_loss
 from onepass._ops import loss as _loss
 from onepass._ops.differentiation import are_transforms_active
+from onepass._policy.precision import HAS_PAIR_PRODUCTS
 from onepass.functional.attention import _is_autocast
-from onepass.functional.linear import _HAS_PAIR_PRODUCTS, _has_products, linear
+from onepass.functional.linear import _has_products, linear
 
 
 def cross_entropy(
@@ -186,6 +187,6 @@ def _dtypes_of_autocast(input: Tensor, linear_weight: Tensor) -> tuple[torch.dty
         return None, None, None
     dtype = torch.get_autocast_dtype(input.device.type)
     # The CPU's products read a weight in any dtype; pairs of bfloat16 are twice as fast.
-    pairs = _HAS_PAIR_PRODUCTS and dtype is torch.bfloat16
+    pairs = HAS_PAIR_PRODUCTS and dtype is torch.bfloat16
     casts = linear_weight.dtype is not torch.float64 and (pairs or not input.is_cpu)
     return dtype, dtype if casts else None, torch.float32

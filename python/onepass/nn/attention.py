@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
+from onepass._policy.precision import precision_of
 from onepass.functional._internal import (
     fits,
     is_mask,
@@ -148,13 +149,14 @@ def _dense(module, query, key, value, key_padding_mask, attn_mask, is_causal: bo
         mask=mask,
         dropout_p=module.dropout if module.training else 0.0,
         is_causal=is_causal,
+        precision=precision_of(module),
     )
     # In the order of the caller's layout, so that the result is contiguous.
     if not is_batched:
         output = output.squeeze(0).transpose(0, 1)
     else:
         output = output.permute((0, 2, 1, 3) if module.batch_first else (2, 0, 1, 3))
-    return linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+    return _project_output(module, output)
 
 
 def _may_leave_rows_without_keys(module, query, key, value, key_padding_mask, attn_mask) -> bool:
@@ -192,7 +194,7 @@ def _with_weights(
     output = (weights @ v).permute((0, 2, 1, 3) if module.batch_first else (2, 0, 1, 3))
     if not is_batched:
         output, weights = output.reshape(-1, *output.shape[2:]), weights.squeeze(0)
-    output = linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+    output = _project_output(module, output)
     return output, weights.mean(-3) if average else weights
 
 
@@ -209,9 +211,16 @@ def _packed(module, x: Tensor) -> Tensor:
         longest,
         longest,
         dropout_p=module.dropout if module.training else 0.0,
+        precision=precision_of(module),
     )
-    rows = linear_where_it_gains(output.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+    rows = _project_output(module, output)
     return like_packed(x, rows)
+
+
+def _project_output(module, output: Tensor) -> Tensor:
+    """The projection of the heads' outputs, (..., heads, head_dim)."""
+    weight, bias = module.out_proj.weight, module.out_proj.bias
+    return linear_where_it_gains(output.flatten(-2), weight, bias, precision_of(module))
 
 
 def _project(module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -220,7 +229,7 @@ def _project(module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     weight, bias = module.in_proj_weight, module.in_proj_bias
 
     def product(input, weight, bias, count: int) -> tuple[Tensor, ...]:
-        parts = linear_where_it_gains(input, weight, bias)
+        parts = linear_where_it_gains(input, weight, bias, precision_of(module))
         return parts.unflatten(-1, (count, heads, module.head_dim)).unbind(-3)
 
     if weight is not None and query is key is value:

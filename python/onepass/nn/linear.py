@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass import functional
+from onepass._policy.precision import precision_of
 
 
 class Linear(torch.nn.Linear):
@@ -18,4 +19,4 @@ class Linear(torch.nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias)
+        return functional.linear(input, self.weight, self.bias, precision=precision_of(self))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import _stock
+from onepass._policy.precision import precision_of
 from onepass._refusals import is_number
 from onepass.functional._internal import linear_where_it_gains
 from onepass.nn._nested import is_packed, like_packed, rows_of
@@ -130,15 +131,20 @@ def _feed_forward(
         or not all(_drops(part) for part in (dropout, last))
     ):
         return None
-    activation = _name_of(layer.activation)
+    activation, precision = _name_of(layer.activation), precision_of(first)
     if activation is None:
-        x = dropout(layer.activation(linear_where_it_gains(x, first.weight, first.bias)))
+        x = dropout(layer.activation(linear_where_it_gains(x, first.weight, first.bias, precision)))
     else:
         x = linear_where_it_gains(
-            x, first.weight, first.bias, activation=activation, dropout_p=_p_of(dropout)
+            x, first.weight, first.bias, precision, activation=activation, dropout_p=_p_of(dropout)
         )
     return linear_where_it_gains(
-        x, second.weight, second.bias, dropout_p=_p_of(last), residual=residual
+        x,
+        second.weight,
+        second.bias,
+        precision_of(second),
+        dropout_p=_p_of(last),
+        residual=residual,
     )
 
 

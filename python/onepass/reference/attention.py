@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.reference.dropout import philox4x32
+from onepass.reference.products import product
 
 _WORD = 0xFFFFFFFF
 
@@ -105,13 +106,15 @@ def _attention(
     seed: Tensor | None = None,
     query_offset: int = 0,
     key_offset: int = 0,
+    round_factors: bool = False,
     sequence: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of dense tensors; `longer` is keys less queries, `sequence` which one this is, or
-    all."""
+    all. round_factors: those of the products are rounded to bfloat16."""
     (batch, heads, seq_q, head_dim), seq_k = query.shape, key.shape[2]
     key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
-    score = query @ key.mT * (1 / math.sqrt(head_dim) if scale is None else scale)
+    score = product(query, key.mT, round_factors)
+    score = score * (1 / math.sqrt(head_dim) if scale is None else scale)
     if softcap:
         score = softcap * torch.tanh(score / softcap)
 
@@ -138,11 +141,13 @@ def _attention(
     if dropout_p:
         shape, first = (batch, heads, seq_q, seq_k), (sequence or 0, query_offset, key_offset)
         factor = keep_scale(seed, shape, dropout_p, score.dtype, first)
-    output, lse = _weigh(score, value, factor)
+    output, lse = _weigh(score, value, factor, round_factors)
     return output.to(query.dtype), lse
 
 
-def _weigh(score: Tensor, value: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+def _weigh(
+    score: Tensor, value: Tensor, factor: Tensor | None, round_factors: bool = False
+) -> tuple[Tensor, Tensor]:
     """softmax(score) * factor @ value and the log-sum-exp; scores beyond the values have none.
 
     Rows without a key are 0 and have no gradient; a score that is -inf by itself is masked too.
@@ -155,7 +160,8 @@ def _weigh(score: Tensor, value: Tensor, factor: Tensor | None) -> tuple[Tensor,
     lse = (score - highest).exp().sum(-1).log() + highest[..., 0]
     lse = lse.masked_fill(empty[..., 0], -math.inf)
     p = score.softmax(-1).masked_fill(masked, 0.0)[..., : value.shape[2]]
-    return (p if factor is None else p * factor).to(value.dtype) @ value, lse
+    weights = (p if factor is None else p * factor).to(value.dtype)
+    return product(weights, value, round_factors), lse
 
 
 def keep_scale(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from onepass.reference.products import factors, product
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -16,43 +17,11 @@ ACTIVATIONS = {
 }
 
 
-class _Rounded(torch.autograd.Function):
-    """x rounded to bfloat16, in its own dtype; its derivative is taken to be 1."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.to(torch.bfloat16).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        pass
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx
-
-    @staticmethod
-    def jvp(ctx, dx):
-        return dx.clone()
-
-
-def factors(round_factors: bool, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The factors of products: with round_factors those in float32 or float64 are rounded to
-    bfloat16."""
-    if not round_factors:
-        return tensors
-    wide = (torch.float32, torch.float64)
-    return tuple(_Rounded.apply(x) if x is not None and x.dtype in wide else x for x in tensors)
-
-
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, round_factors: bool = False
 ) -> Tensor:
     """``input weight^T + bias``: (..., in_features) to (..., out_features)."""
-    input, weight = factors(round_factors, input, weight)
-    output = input @ weight.t()
+    output = product(input, weight.t(), round_factors)
     return output if bias is None else output + bias
 
 

@@ -23,6 +23,7 @@ from onepass._imported import is_fake
 from onepass._ops import tracing
 from onepass._ops.differentiation import are_transforms_active
 from onepass._policy import small_calls
+from onepass._policy.precision import precision_of
 from onepass.swapping import recorded  # noqa: F401 fills the table of Scores
 from onepass.swapping.by_hand_call import EMPTY, NO_KEY, call_of
 from onepass.swapping.by_hand_proof import refusal
@@ -214,7 +215,7 @@ class Recorder:
         known = fate(self._module)
         if known.is_masked is None:
             known.is_masked = call.is_causal or call.mask is not None or call.bias is not None
-        output = call.run(form.dropout_p)
+        output = call.run(form.dropout_p, precision_of(self._module))
         return output.reshape(*form.lead, *output.shape[-2:])
 
     def was_read(self, scores: Scores, function: str) -> None:

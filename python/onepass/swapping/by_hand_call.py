@@ -30,12 +30,13 @@ class AttentionCall(NamedTuple):
     scale: float
     options: tuple[tuple[str, float], ...]
 
-    def run(self, dropout_p: float) -> Tensor:
+    def run(self, dropout_p: float, precision: str | None) -> Tensor:
         """The output, contiguous, as torch's products are; function modes see the call."""
         query, key, value, bias, mask, is_causal, scale, options = self
         return visibly(
             masked_attention, query, key, value, bias=bias, mask=mask, dropout_p=dropout_p,
-            is_causal=is_causal, scale=scale, keeps_order=False, **dict(options),
+            is_causal=is_causal, scale=scale, keeps_order=False, precision=precision,
+            **dict(options),
         )  # fmt: skip
 
 

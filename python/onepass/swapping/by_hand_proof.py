@@ -116,7 +116,7 @@ def _outcome(run: Callable, form: Form, qkv, upstream: Tensor) -> list[Tensor]:
 
 
 def _as_one_call(form: Form, value: Tensor) -> Tensor:
-    output = call_of(form, value).run(0.0)
+    output = call_of(form, value).run(0.0, "highest")
     return output.reshape(*form.lead, *output.shape[-2:])
 
 

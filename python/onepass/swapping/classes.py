@@ -20,6 +20,7 @@ import onepass.nn
 from onepass import _stock
 from onepass._compiling import refuse_script
 from onepass._policy import small_calls
+from onepass._policy.precision import precision_of
 from onepass._refusals import is_number, or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,
@@ -48,6 +49,7 @@ class Swapped:
 
     _onepass_original: type
     _onepass_to: dict[str, str]  # the operator that computes now, by kind, for the report
+    _onepass_precision = None  # of float32 products, as `swap` was asked; None: torch's setting
 
     __prepare_scriptable__ = refuse_script
 
@@ -111,7 +113,7 @@ class LinearForward(Swapped):
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input):
-            return linear_where_it_gains(input, self.weight, self.bias)
+            return linear_where_it_gains(input, self.weight, self.bias, precision_of(self))
         return run_original(self, torch.nn.Linear.forward, input)
 
 
@@ -124,7 +126,7 @@ class Conv1DForward(Swapped):
         if is_plain(x) and x.dim():
             weight, bias = self.weight, self.bias
             if weight is not None and bias is not None:
-                return linear_where_it_gains(x, weight.t(), bias)
+                return linear_where_it_gains(x, weight.t(), bias, precision_of(self))
         return run_original(self, _stock.original(self).forward, x)
 
 

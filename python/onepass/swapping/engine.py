@@ -11,8 +11,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from onepass import _flops
+from onepass._policy.precision import ATTRIBUTE, check_precision
 from onepass.swapping import by_name, classes, matchers, notes
-from onepass.swapping.changes import Change, Edit, Journal
+from onepass.swapping.changes import ABSENT, Change, Edit, Journal
 from onepass.swapping.classes import is_swapped
 from onepass.swapping.plan import Plan
 from onepass.swapping.reasons import Reason
@@ -58,6 +59,7 @@ def swap(
     lazy_logits: bool = False,
     sample: object = None,
     choice: dict[str, list] | None = None,
+    precision: str | None = None,
 ) -> Report:
     """Makes a model run on onepass's operators, in place.
 
@@ -117,6 +119,13 @@ def swap(
         choice: `Report.choice` of an earlier swap, of this model or of a copy, in this process or
             another, also read back from JSON. What that swap took is swapped, by the names of
             modules and kinds, and nothing else; nothing is measured.
+        precision: of the products of float32 in the swapped attention and linear layers of this
+            model, as of `onepass.functional.linear`: "medium" rounds their factors to bfloat16 on a
+            CPU with dot products of it, forward and backward, and swaps all linear layers there;
+            "highest" and "high" keep float32 whatever torch's setting. Sums, weights, gradients
+            and all else stay in float32. None: torch's setting. Kept by copies and `torch.save`,
+            taken back by `unswap`; a call for a model that is swapped already changes it.
+            `Report.verify` says how far the results are from float32's.
 
     Returns:
         Report: not the model.
@@ -124,7 +133,7 @@ def swap(
     Raises:
         TypeError: model is not a module, a glob no string, or choice none of a report.
         ValueError: kinds holds an unknown name, or not "loss" with lazy_logits; sample and choice
-            are both given.
+            are both given; precision is none of these.
         RuntimeError: under strict; the message names each refused module. If anything raises, the
             model is as it was.
 
@@ -142,6 +151,7 @@ def swap(
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"swap: {name} must be True or False, got {type(flag).__name__}")
+    check_precision("swap", precision)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"swap: filter_fn must be callable, got {type(filter_fn).__name__}")
     asked = () if kinds is None else strings("kinds", "names", kinds)
@@ -158,7 +168,9 @@ def swap(
     )
     _flops.register()
     kinds = matchers.KINDS if kinds is None else asked
-    plan = Plan(model, kinds, options, probe, dry_run, "linear" in asked, lazy_logits)
+    plan = Plan(
+        model, kinds, options, probe, dry_run, "linear" in asked, lazy_logits, precision=precision
+    )
     report = plan.report
     if strict:
         _check_strict(asked, plan)
@@ -208,8 +220,11 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
         for item in swapped
         if not keeps_its_class(item.module)
     ]
+    of_precision = [
+        Edit(item.module, ATTRIBUTE, ABSENT) for item in found if ATTRIBUTE in vars(item.module)
+    ]
     both = [m for item in swapped if vars(m := item.module).get(ATTACHED) == "both"]
-    edits += of_classes + [Edit(module, ATTACHED, "attach") for module in both]
+    edits += of_classes + [Edit(module, ATTACHED, "attach") for module in both] + of_precision
     changed = {id(edit.owner) for edit in of_classes} | {id(item.module) for item in named}
     names = Restored(item.names[0] for item in found if id(item.module) in changed)
     journal.make(edits)

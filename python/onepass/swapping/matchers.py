@@ -88,9 +88,10 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
     return next(iter(matches(module, kinds)), None)
 
 
-def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
+def matches(module: nn.Module, kinds: tuple[str, ...], precision: str | None = None) -> list[Match]:
     """Matches of a module: at most one of norm, attention and dropout; and rotary, linear and loss,
-    as a forward may also call a rotating function, F.linear and F.cross_entropy."""
+    as a forward may also call a rotating function, F.linear and F.cross_entropy. `precision`: that
+    which swap gives products of float32."""
     if isinstance(module, torch.jit.ScriptModule):  # its Python class does not show its code
         return []
     if isinstance(module, classes.Swapped):
@@ -101,9 +102,10 @@ def matches(module: nn.Module, kinds: tuple[str, ...]) -> list[Match]:
         if not isinstance(module, classes.Calls):
             return []
     calls = functools.cache(functools.partial(callsites.calls_of, module))
+    rules = _RULES | {"linear": functools.partial(_linear, precision=precision)}
     found = []
     for kind in sorted(kinds, key=BESIDE.__contains__):
-        match = _RULES[kind](module, calls) if kind in BESIDE or not found else None
+        match = rules[kind](module, calls) if kind in BESIDE or not found else None
         if match is not None:
             found.append(_with_obstacle(module, match))
     return found
@@ -258,7 +260,9 @@ def _rotary(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     return None
 
 
-def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
+def _linear(
+    module: nn.Module, calls: Callable[[], callsites.Calls], precision: str | None = None
+) -> Match | None:
     cls = type(module)
     if is_a(module, "transformers.pytorch_utils", "Conv1D"):
         original = sys.modules["transformers.pytorch_utils"].Conv1D
@@ -266,7 +270,7 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     elif isinstance(module, onepass.nn.Linear):
         return None
     elif not isinstance(module, nn.Linear):
-        return _linear_calls(module, calls())
+        return _linear_calls(module, calls(), precision)
     elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None  # torch's attention reads its weight directly
     else:
@@ -276,18 +280,20 @@ def _linear(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
         return None  # set later, or never
     if _stock.definer(cls) is not original:
         own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.format())
-        return _linear_calls(module, calls()) or own
-    return Match("linear", forward=forward, reason=_as_fast(weights, small=True))
+        return _linear_calls(module, calls(), precision) or own
+    return Match("linear", forward=forward, reason=_as_fast(weights, True, precision))
 
 
-def _linear_calls(module: nn.Module, reached: callsites.Calls) -> Match | None:
+def _linear_calls(
+    module: nn.Module, reached: callsites.Calls, precision: str | None
+) -> Match | None:
     """The match of a module that calls F.linear with its own weights."""
     weights = small_calls.linear_weights(module)
     if parametrizations := _stock.parametrizations(module):
         weights += small_calls.matrices(parametrizations.parameters())
     if not reached.linear or not weights:
         return None
-    reason = _as_fast(weights)
+    reason = _as_fast(weights, False, precision)
     if not reason and reached.checkpoint:
         reason = Reason.CHECKPOINTS.format("products")
     experts = getattr(_stock.peek(module, "config"), "_experts_implementation", None)
@@ -313,7 +319,7 @@ def _loss(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | No
     return None
 
 
-def _as_fast(weights: list[torch.Tensor], small: bool = False) -> SkipReason | None:
+def _as_fast(weights: list[torch.Tensor], small: bool, precision: str | None) -> SkipReason | None:
     """Why torch's products with these weights are as fast, small ones too; None if those with one
     of them are slower."""
     for weight in weights:
@@ -321,7 +327,7 @@ def _as_fast(weights: list[torch.Tensor], small: bool = False) -> SkipReason | N
         torchs = f"products on {device}"
         if device in ("cpu", "meta"):
             dtype = products.dtype_of(weight)
-            torchs = products.as_fast(dtype, small and weight.dtype is dtype)
+            torchs = products.as_fast(dtype, small and weight.dtype is dtype, precision)
         if not torchs:
             return None
     return Reason.AS_FAST.format(torchs)

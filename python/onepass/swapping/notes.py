@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from onepass import _C
 from onepass._policy import device_attention, small_calls
+from onepass._policy.precision import rounds_factors
 from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
@@ -31,6 +33,19 @@ _RANDOM_STREAMS = (
 )
 _ATTENTION_STREAMS = (
     "attention that drops weights is reproducible from manual_seed and not equal to stock's"
+)
+_ROUNDED = (
+    "precision='medium': the products of float32 in {modules} take factors rounded to bfloat16, "
+    "forward and backward; sums, weights and gradients stay float32; report.verify(batch) says how "
+    "far the results are from float32's"
+)
+_IN_FLOAT32 = (
+    "precision={precision!r}: the products of float32 in {modules} stay in float32, whatever "
+    "torch's setting"
+)
+_WITHOUT_DOTS = (
+    "precision='medium' changes nothing on this CPU (level {level}), which has no dot products of "
+    "bfloat16; float32 products stay in float32"
 )
 _NEED_WEIGHTS = (
     "{names}: only calls with need_weights=False gain; with True, torch's default, torch computes "
@@ -136,6 +151,8 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
 def _of_results(plan: Plan) -> Iterator[str]:
     """Notes on results that are computed in another way, or by other code."""
     kinds = _kinds(plan)
+    if plan.precision is not None:
+        yield _of_precision(plan)
     if "dropout" in kinds:
         yield _RANDOM_STREAMS
     named = {id(item.module): item.names[0] for item in plan.found}
@@ -165,6 +182,16 @@ def _of_results(plan: Plan) -> Iterator[str]:
         for reason in dict.fromkeys(reason for _, reason in plan.unproven):
             names = [name for name, own in plan.unproven if own == reason]
             yield _UNPROVEN.format(names=", ".join(grouped(names)), reason=reason)
+
+
+def _of_precision(plan: Plan) -> str:
+    count = len(plan.modules_with_products())
+    modules = "1 module" if count == 1 else f"{count} modules"
+    if plan.precision != "medium":
+        return _IN_FLOAT32.format(precision=plan.precision, modules=modules)
+    if not rounds_factors("medium"):
+        return _WITHOUT_DOTS.format(level=_C.cpu_level())
+    return _ROUNDED.format(modules=modules)
 
 
 def _of_costs(plan: Plan) -> Iterator[str]:

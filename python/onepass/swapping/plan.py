@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from onepass._policy.precision import ATTRIBUTE
 from onepass.swapping import (
     activated,
     adaptive,
@@ -46,6 +47,7 @@ Verdicts = dict[tuple, tuple[object, Verdict | SkipReason]]
 _SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdicts", default=None)
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
+_WITH_PRODUCTS = ("attention", "linear")
 
 
 @contextlib.contextmanager
@@ -92,6 +94,7 @@ class Plan:
         as_fast: the reasons of linear layers that would not gain.
         list_as_fast: whether the report lists these as skipped.
         lazy_logits: whether heads of models of transformers shall return lazy logits.
+        precision: that which the swapped modules' products of float32 get; None: torch's setting.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Plan:
         list_as_fast: bool,
         lazy_logits: bool,
         into_compiled: bool = False,
+        precision: str | None = None,
     ):
         self.report = Report(model, dry_run=dry_run)
         self.found = walk(model, into_compiled)
@@ -118,7 +122,7 @@ class Plan:
         self.as_fast: list[SkipReason] = []
         self.list_as_fast = list_as_fast
         self.kinds, self._choice, self._probe = kinds, choice, probe
-        self.lazy_logits = lazy_logits
+        self.lazy_logits, self.precision = lazy_logits, precision
         shared = _SHARED.get()
         self._verdicts: Verdicts = {} if shared is None else shared
         # Names of modules whose calls stay, by id, for each kind that is redirected.
@@ -149,9 +153,19 @@ class Plan:
         return [item.names[0] for item, _ in self._wanted]
 
     def edits(self) -> list[Edit]:
-        return [Edit(change.module, "__class__", change.cls) for change in self.classes] + (
-            self.named
-        )
+        edits = [Edit(change.module, "__class__", change.cls) for change in self.classes]
+        return edits + self.named + self.edits_of_precision()
+
+    def edits_of_precision(self) -> list[Edit]:
+        """Those that give swapped modules with products the precision, earlier ones too."""
+        if self.precision is None:
+            return []
+        return [Edit(module, ATTRIBUTE, self.precision) for module in self.modules_with_products()]
+
+    def modules_with_products(self) -> list[nn.Module]:
+        """The swapped modules that have products of matrices."""
+        names = {entry["name"] for entry in self.report.swapped if entry["kind"] in _WITH_PRODUCTS}
+        return [item.module for item in self.found if item.names[0] in names]
 
     def leave_out(
         self, modules: set[int], reason: SkipReason, by_name: bool, only: str | None = None
@@ -206,7 +220,7 @@ class Plan:
                 change = Change(module, cls._onepass_original, cls)
                 self.report._changes.append(change)
         refusal = functools.cache(functools.partial(self._choice.refusal, item))
-        for match in matchers.matches(module, self.kinds):
+        for match in matchers.matches(module, self.kinds, self.precision):
             self._consider_match(item, match, refusal)
             if self._is_replaced(module):
                 return

@@ -15,6 +15,7 @@ import onepass.functional
 from onepass._imported import is_a
 from onepass._overrides import visibly
 from onepass._policy import device_attention, small_calls
+from onepass._policy.precision import precision_of
 from onepass._refusals import or_torchs
 from onepass.functional._internal import (
     cross_entropy_gains,
@@ -45,6 +46,7 @@ class _Redirection(TorchFunctionMode):
         self._attention, self._linear = "attention" in kinds, "linear" in kinds
         self._loss = "loss" in kinds
         self._recorder = by_hand.Recorder(module) if "attention_by_hand" in kinds else None
+        self._precision = None if module is None else precision_of(module)
 
     def __exit__(self, error, *more):
         super().__exit__(error, *more)
@@ -56,9 +58,10 @@ class _Redirection(TorchFunctionMode):
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             func = torch.unflatten  # the same; the method calls super(), which Dynamo cannot follow
         if func is F.scaled_dot_product_attention and self._attention:
-            ours, run = onepass.functional.scaled_dot_product_attention, _attend
+            ours = onepass.functional.scaled_dot_product_attention
+            run = functools.partial(_attend, self._precision)
         elif func is F.linear and self._linear:
-            ours, run = linear_where_it_gains, _multiply
+            ours, run = linear_where_it_gains, functools.partial(_multiply, self._precision)
         elif func is F.cross_entropy and self._loss:
             ours, run = F.cross_entropy, _cross_entropy
         elif self._recorder is not None and func in PRODUCTS:
@@ -72,7 +75,7 @@ class _Redirection(TorchFunctionMode):
         return run(*args, **kwargs)
 
 
-def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
+def _attend(precision, query, key, value, attn_mask=None, *args, **named) -> Tensor:
     """onepass's attention, or torch's for calls that onepass does not compute."""
     taken = (
         all(map(is_local, (query, key, value)))
@@ -83,15 +86,23 @@ def _attend(query, key, value, attn_mask=None, *args, **named) -> Tensor:
         and is_mask(attn_mask, query)
     )
     given, torchs = (query, key, value, attn_mask, *args), F.scaled_dot_product_attention
-    return or_torchs(attend_visibly, torchs, *given, **named) if taken else torchs(*given, **named)
+    if not taken:
+        return torchs(*given, **named)
+    return or_torchs(_at(precision, attend_visibly), torchs, *given, **named)
 
 
-def _multiply(input, weight, bias=None) -> Tensor:
+def _multiply(precision, input, weight, bias=None) -> Tensor:
     """onepass's products, or torch's if ours would not gain."""
     arguments = (input, weight, bias)
-    if not is_plain(input) or any(map(has_products, arguments)) or not linear_gains(*arguments):
+    usual = is_plain(input) and not any(map(has_products, arguments))
+    if not usual or not linear_gains(*arguments, precision):
         return F.linear(*arguments)
-    return or_torchs(_linear, F.linear, *arguments)
+    return or_torchs(_at(precision, _linear), F.linear, *arguments)
+
+
+def _at(precision: str | None, function: Callable) -> Callable:
+    """The function with its products of float32 at the module's precision, if that has one."""
+    return function if precision is None else functools.partial(function, precision=precision)
 
 
 def _cross_entropy(

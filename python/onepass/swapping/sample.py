@@ -148,9 +148,10 @@ def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:
         raise ImportError(
             f"swap: sample needs {error.name}, which is missing: pip install 'onepass[tools]'"
         ) from None
-    state = State(model, (change.module for change in plan.classes))
-    with named_in_errors("swap with a sample", model, *Call.of(model, sample)):
-        return state.around(_Measurement(plan, model, sample).decide)
+    with in_force(plan.edits_of_precision()):  # which stock's classes do not read
+        state = State(model, (change.module for change in plan.classes))
+        with named_in_errors("swap with a sample", model, *Call.of(model, sample)):
+            return state.around(_Measurement(plan, model, sample).decide)
 
 
 class _Measurement:

@@ -70,6 +70,41 @@ class CallCounts:
         return CallCounts(self.ours, self.left, self.small, again.ours - self.ours)
 
 
+class Rounding(NamedTuple):
+    """The effect of products that round float32 factors to bfloat16, swapped against swapped.
+
+    Distances are those of whole tensors, ``|rounded - exact| / |exact|``.
+    """
+
+    loss: float  # with rounded factors
+    exact_loss: float
+    median: float  # of the tensors' distances
+    largest: float
+    name: str  # of the tensor that is furthest off
+
+    @classmethod
+    def of(cls, rounded, exact) -> Rounding | None:
+        """Compares two runs; None if no product rounded."""
+        distances = {}
+        for name, ref in exact.tensors.items():
+            ref, tensor = ref.double(), rounded.tensors[name].double()
+            size = ref.norm().item()
+            if size and math.isfinite(size):
+                distances[name] = (tensor - ref).norm().item() / size
+        if not any(distances.values()):
+            return None
+        name = max(distances, key=distances.get)
+        median = statistics.median(distances.values())
+        return cls(rounded.loss, exact.loss, median, distances[name], name)
+
+    def __str__(self) -> str:
+        return (
+            f"factors of products rounded to bfloat16: loss {self.loss:.7g}, {self.exact_loss:.7g} "
+            f"in float32; tensors are {self.median:.1e} from float32's in the median, at most "
+            f"{self.largest:.1e} ({self.name})"
+        )
+
+
 class Verification:
     """The result of `Report.verify`; prints as one line, and is true if `ok` is True.
 
@@ -91,7 +126,11 @@ class Verification:
         shares: by operator, the largest error of its first calls, divided by its bound: see
             :mod:`onepass.swapping.kernels`. They do not decide: the tensors of the step do.
         dropout_off: why a model in train mode ran in eval mode; empty if it did not.
+        rounding: a `Rounding` where torch's setting or the model's precision rounds the factors of
+            float32 products, else None; printed as a second line. All else is of float32 products.
     """
+
+    rounding: Rounding | None = None
 
     def __init__(
         self,
@@ -143,10 +182,14 @@ class Verification:
             "shares": self.shares,
             "not_run": list(self.not_run),
             "dropout_off": self.dropout_off,
+            "rounding": None if self.rounding is None else self.rounding._asdict(),
             "tensors": [deviation._asdict() for deviation in self.deviations],
         }
 
     def __str__(self) -> str:
+        return self._verdict() + (f"\n{self.rounding}" if self.rounding else "")
+
+    def _verdict(self) -> str:
         name = "a random projection of the output" if self.projected else "loss"
         loss = f"{name} {self.loss[1]:.7g} swapped, {self.loss[0]:.7g} stock"
         if self.ok is None:

@@ -16,6 +16,9 @@ called different, stock's error is drawn again with parameters that are one roun
 largest counts. For tensors that still exceed it, both are drawn together, and the medians must keep
 the rule: a defect shows in every draw.
 
+Products of float32 are compared in float32. Where torch's setting or the model's precision rounds
+their factors to bfloat16, one more run tells how far that is from float32.
+
 Rows of padding, by the batch's attention mask, count if the loss depends on them: stock's eager
 attention averages over everything there, others give zeros.
 """
@@ -36,8 +39,9 @@ from onepass import _dispatch_log
 from onepass._batch import arguments, named_in_errors, takes
 from onepass._ops.norm import NormKind
 from onepass._policy import small_calls
+from onepass._policy.precision import ATTRIBUTE, precision_of, rounds_factors
 from onepass.reference import norm as reference
-from onepass.swapping.changes import Change, Edit, in_force
+from onepass.swapping.changes import ABSENT, Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward
 from onepass.swapping.foreign import eps_of as foreign_eps
 from onepass.swapping.kernels import Kernels, free_memory
@@ -48,6 +52,7 @@ from onepass.swapping.undisturbed import State, uncompiled
 from onepass.swapping.verification import (
     CallCounts,
     Deviation,
+    Rounding,
     Verification,
     all_close,
     deviations_of,
@@ -83,14 +88,21 @@ def verify(
             )
     state = State(model, (change.module for change in changes))
     pair = _Pair(model, (*args, kwargs), loss_fn, changes, report._named)
-    with named_in_errors("verify", model, args, kwargs), _products_in_float32():
-        return state.around(pair.verdict)
+    with named_in_errors("verify", model, args, kwargs):
+        return state.around(pair.both_verdicts)
 
 
 @contextlib.contextmanager
-def _products_in_float32() -> Iterator[None]:
+def _products_in_float32(model: nn.Module) -> Iterator[None]:
     """Compares float32 models in float32: where torch's global setting allows products in bfloat16,
     torch's and ours round the factors of different calls, as the user said they may."""
+    own = [module for module in model.modules() if ATTRIBUTE in vars(module)]
+    with in_force([Edit(module, ATTRIBUTE, ABSENT) for module in own]), _torchs_in_float32():
+        yield
+
+
+@contextlib.contextmanager
+def _torchs_in_float32() -> Iterator[None]:
     setting = torch.backends.mkldnn.matmul
     before = setting.fp32_precision
     if before != "bf16":
@@ -123,6 +135,17 @@ class _Pair:
         self.dropout_off = ""  # why it is off in a model that is in train mode
         self.double: nn.Module | None = None
         self.known: tuple | None = None  # runs of stock, and the calls of dropout that they had
+
+    def both_verdicts(self) -> Verification:
+        """The verdict on the swap, with all products in float32, and the effect of rounding factors
+        if the model's precision, or torch's, does that."""
+        with _products_in_float32(self.model):
+            verification = self.verdict()
+        if any(rounds_factors(precision_of(change.module)) for change in self.changes):
+            with _products_in_float32(self.model):
+                exact = self._swapped()
+            verification.rounding = Rounding.of(self._swapped(), exact)
+        return verification
 
     def verdict(self) -> Verification:
         found, calls = self._judged()

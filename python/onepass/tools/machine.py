@@ -188,3 +188,14 @@ def _commit() -> str:
         return git("rev-parse", "--short=12", "HEAD") + (" and changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "none (not a checkout)"
+
+
+def medium_has_effect() -> bool:
+    """Whether medium precision changes this torch's products on this CPU."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randn(1024, 1024, generator=generator, device="cpu")[:128] for _ in range(2)
+    )
+    product = left @ right.t()
+    with medium_precision():
+        return not torch.equal(product, left @ right.t())

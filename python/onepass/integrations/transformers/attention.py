@@ -9,6 +9,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import logging
 
 from onepass._ops.differentiation import is_differentiated
+from onepass._policy.precision import precision_of
 from onepass.functional._internal import masked_attention
 from onepass.functional.attention import _is_autocast, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache
@@ -141,6 +142,7 @@ def attention_forward(
     if cu_seq_lens_q is not None and attention_mask is None:
         options.update(dropout_p=dropout, scale=scaling, is_causal=is_causal)
         options["deterministic"] = bool(deterministic)
+        options["precision"] = precision_of(module)
         _check_packed(query, key, value, cu_seq_lens_k, position_bias)
         return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, others, options), None
     plain = position_bias is None and not is_causal and not dropout
@@ -150,6 +152,7 @@ def attention_forward(
             output = attention_with_kv_cache(query, key, value, scale=scaling, **filled, **options)
             return output.transpose(1, 2).contiguous(), None
     options["deterministic"] = bool(deterministic)
+    options["precision"] = precision_of(module)
     if position_bias is not None:
         output = _with_position_bias(
             query, key, value, position_bias, attention_mask, is_causal, dropout, scaling, grouped,
@@ -212,7 +215,7 @@ def _with_position_bias(
         if plain and query.shape[:2] == key.shape[:2] == value.shape[:2]:
             return masked_attention(
                 query, key, value, bias=bias, mask=mask, dropout_p=dropout, is_causal=False,
-                scale=scaling,
+                scale=scaling, precision=options["precision"],
             )  # fmt: skip
         bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
     elif mask is not None:

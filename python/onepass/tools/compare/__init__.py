@@ -36,8 +36,9 @@ step, :mod:`onepass.tools.compare.optimizers` for the measurement of an optimize
   gradient_error is null where stock's gradients are zero, denormal or not finite; dropout is "on,
   with the same masks", "off", or "off: " and why
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
-  stock_losses, swapped_losses, gap, stock_gap, band_factor, same}``; losses in nats per
-  byte; same is null where stock's are not finite, or all are one number
+  stock_losses, swapped_losses, medium_losses, gap, medium_gap, stock_gap, band_factor, same}``;
+  losses in nats per byte; medium's are of swapped, null where that is no variant; same is null
+  where stock's are not finite, or all are one number
 - ``optimizers``: ``{dropout, parameters, baseline, variants, steps, stock_gap, left_out}``; dropout
   is that of the step and of the training that the figures refer to, parameters those with a
   gradient, left_out the reason by name; variants by name (torch default, torch fused, onepass, and

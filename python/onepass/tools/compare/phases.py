@@ -8,7 +8,7 @@ from onepass.swapping import sample
 from onepass.tools.compare import measure, optimizers
 from onepass.tools.compare.report import label
 from onepass.tools.compare.settings import Settings
-from onepass.tools.compare.train import STOCK_RUNS, USER_SECONDS
+from onepass.tools.compare.train import USER_SECONDS, curves_of
 from onepass.tools.compare.variants import kept_names, names
 from onepass.tools.progress import Phase
 
@@ -26,7 +26,7 @@ def phases_of(
     ]
     found += [Phase(f"Speed, dropout {label(p)}", steps, seconds) for p in dropouts]
     further = sum(choice.is_trained for choice in choices)
-    runs = STOCK_RUNS + 1
+    runs = curves_of(settings)
     # Without a number of steps the runs share the time.
     of_a_run = 0.0 if settings.steps else USER_SECONDS / (runs + further)
     steps, seconds = (settings.steps or 0) * runs, of_a_run * runs

@@ -14,7 +14,7 @@ from onepass.tools.compare.measure import Speed
 from onepass.tools.compare.optimizers import Comparison
 from onepass.tools.compare.report import Result, footer, number, part_label, short, verdict
 from onepass.tools.compare.train import BAND_FACTOR, Sameness
-from onepass.tools.compare.variants import baseline_of
+from onepass.tools.compare.variants import SWAPPED_MEDIUM, baseline_of
 from onepass.tools.plotting import OURS, STOCK, drawn, put_texts
 
 BAND = "#a9c4dd"
@@ -74,6 +74,8 @@ def _plot_losses(axes: Axes, phase: Sameness) -> None:
     axes.fill_between(phase.steps, low, high, color=BAND, label="all stock runs")
     axes.plot(phase.steps, phase.stock[0], color=STOCK, lw=2.6, label="stock")
     axes.plot(phase.steps, phase.swapped, color=OURS, lw=1.4, ls="--", label="swapped")
+    if phase.rounded is not None:
+        axes.plot(phase.steps, phase.rounded, color=OURS, lw=1.2, ls=":", label=SWAPPED_MEDIUM)
     axes.set_title(f"{phase.curve_name[0].upper()}{phase.curve_name[1:]}{_with(phase.dropout)}")
     axes.tick_params(labelbottom=False)
     axes.legend()

@@ -20,6 +20,7 @@ from onepass.tools.harness import Interval
 from onepass.tools.tables import print_footer, print_table, print_text, table_of
 
 SCHEMA_VERSION = 1
+OTHER = "other numerics"  # that were asked for
 SAME = {True: "same", False: "different", None: "cannot tell"}
 _TRAINING = {
     True: "training is the same",
@@ -395,6 +396,8 @@ def _sameness_table(result: Result) -> Table:
             f"{phase.stock_gap:.1e}",
             SAME[phase.same],
         )
+        if phase.rounded is not None:
+            table.add_row("", "medium precision", "", f"{phase.rounded_gap:.1e}", "", OTHER)
     return table
 
 
@@ -442,7 +445,7 @@ def _training_table(result: Result) -> Table:
             f"{training.swapped[-1]:.4f}",
             f"{training.gap:.1e}",
             "" if outcome.same is None else f"{training.stock_gap:.1e}",
-            SAME[training.same] if outcome.choice.is_plain else "other numerics",
+            SAME[training.same] if outcome.choice.is_plain else OTHER,
         )
     return table
 

@@ -16,6 +16,7 @@ from onepass.swapping.matchers import KINDS
 from onepass.swapping.sample import Decision
 from onepass.tools.command import STDOUT
 from onepass.tools.errors import BadInput
+from onepass.tools.machine import medium_has_effect
 from onepass.tools.model import Sizes
 from onepass.tools.user_model import MODEL_HELP, telling_errors
 
@@ -58,6 +59,12 @@ class Settings:
     quick: bool
     command: str
     decision: Decision | None = None  # of --auto, once it is known
+
+    @property
+    def has_medium(self) -> bool:
+        """Whether training under medium precision is compared too."""
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        return on_cpu and medium_has_effect()
 
     def swap(self, model: nn.Module, kinds: Sequence[str] = ()) -> onepass.Report:
         """Swaps a model in place; kinds: others than the settings'."""

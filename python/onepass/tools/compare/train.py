@@ -16,6 +16,7 @@ from onepass._batch import call
 from onepass.tools.compare import attribution
 from onepass.tools.compare.settings import Settings
 from onepass.tools.errors import BadModel
+from onepass.tools.machine import medium_precision
 from onepass.tools.model import cast
 from onepass.tools.user_model import (
     check_dense_gradients,
@@ -158,6 +159,12 @@ class Sameness:
     steps: list[int]
     stock: list[list[float]]  # per run and point; the first run is the one swapped is compared with
     swapped: list[float]
+    rounded: list[float] | None = None  # swapped, with products of float32 in bfloat16
+
+    @property
+    def rounded_gap(self) -> float:
+        pairs = zip(self.rounded, self.stock[0], strict=True)
+        return _worst([abs(a - b) for a, b in pairs])
 
     @property
     def difference(self) -> list[float]:
@@ -199,7 +206,9 @@ class Sameness:
             "steps": self.steps,
             "stock_losses": self.stock,
             "swapped_losses": self.swapped,
+            "medium_losses": self.rounded,
             "gap": self.gap,
+            "medium_gap": None if self.rounded is None else self.rounded_gap,
             "stock_gap": self.stock_gap,
             "band_factor": BAND_FACTOR,
             "same": self.same,
@@ -220,6 +229,7 @@ def train_curve(
     prepare: Callable[[nn.Module], object] = lambda model: None,
     dtype: torch.dtype | None = None,
     make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = fused_adamw,
+    around: Callable[[], AbstractContextManager] = contextlib.nullcontext,
 ) -> list[float]:
     """Trains a workload's model up to the last of `points`; returns the loss at each of them.
 
@@ -228,12 +238,13 @@ def train_curve(
         seed: of dropout, beside the run's own.
         prepare: changes the stock model before it is trained.
         dtype: parameters and floating-point batches are cast to it; None: unchanged.
+        around: steps run inside `around()`.
     """
     model = workload.build()
     prepare(model)
     if dtype:
         model.to(dtype)
-    trainer = Trainer(model, settings, make_optimizer=make_optimizer)
+    trainer = Trainer(model, settings, make_optimizer=make_optimizer, around=around)
     torch.manual_seed(settings.seed + seed)
     losses, loss = [], None
     for step in range(points[-1] + 1):
@@ -248,7 +259,8 @@ def train_curve(
 def compare_training(
     workload, settings: Settings, advance: Callable[[], None], further_runs: int = 0
 ) -> Sameness:
-    """Trains stock STOCK_RUNS times and swapped once, on the same batches.
+    """Trains stock STOCK_RUNS times and swapped once, on the same batches; and once more under
+    medium precision where that is a variant of the speed phase.
 
     Without dropout the stock runs differ only in the order of their sums, with dropout in its seed:
     swapped draws other random numbers by design, so it counts as one more seed.
@@ -271,6 +283,11 @@ def compare_training(
 
     stock = [stock_run(seed) for seed in range(STOCK_RUNS)]
     swapped = train_curve(workload, settings, points, advance, prepare=settings.swap)
+    rounded = None
+    if settings.has_medium:
+        rounded = train_curve(
+            workload, settings, points, advance, prepare=settings.swap, around=medium_precision
+        )
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(
         dropout,
@@ -279,6 +296,7 @@ def compare_training(
         points,
         stock,
         swapped,
+        rounded,
     )
 
 
@@ -290,4 +308,10 @@ def _affordable_steps(workload, settings: Settings, further_runs: int) -> int:
     trainer.step(workload.batch(0))
     trainer.synchronize()
     seconds = time.perf_counter() - start
-    return max(5, min(200, int(USER_SECONDS / seconds / (STOCK_RUNS + 1 + further_runs))))
+    runs = curves_of(settings) + further_runs
+    return max(5, min(200, int(USER_SECONDS / seconds / runs)))
+
+
+def curves_of(settings: Settings) -> int:
+    """How many runs the sameness phase has."""
+    return STOCK_RUNS + 1 + settings.has_medium

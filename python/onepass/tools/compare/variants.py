@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 import onepass
@@ -30,7 +29,7 @@ def names(settings: Settings) -> list[str]:
     found = [STOCK, SWAPPED]
     if settings.compile:
         found += [f"{COMPILED}{name}" for name in found]
-    if settings.device.type == "cpu" and settings.dtype == torch.float32 and medium_has_effect():
+    if settings.has_medium:
         found += [MEDIUM, SWAPPED_MEDIUM]
     return found
 
@@ -64,14 +63,3 @@ def trainer_of(
         report = settings.swap(model, kinds_of(variant, settings))
     around = medium_precision if variant.endswith(_MEDIUM) else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
-
-
-def medium_has_effect() -> bool:
-    """Whether medium precision changes this torch's products on this CPU."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (
-        torch.randn(1024, 1024, generator=generator, device="cpu")[:128] for _ in range(2)
-    )
-    product = left @ right.t()
-    with medium_precision():
-        return not torch.equal(product, left @ right.t())

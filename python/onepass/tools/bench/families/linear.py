@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onepass import functional
 from onepass._ops.linear import Activation
-from onepass._policy import products
+from onepass._policy.precision import rounds_factors
 from onepass.reference import linear as reference
 from onepass.tools.bench.case import Case, Function, Operator
 from onepass.tools.machine import medium_precision
@@ -185,7 +185,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     """All cases of the CPU; on CUDA the products are torch's."""
     if device == "cuda":
         return
-    of_medium = OF_MEDIUM if products.rounds_factors("medium") else ()
+    of_medium = OF_MEDIUM if rounds_factors("medium") else ()
     if quick:
         phases = [phase for phase in PHASES if phase not in OF_MEDIUM]
         yield from (_case(QUICK, dtype, phase) for dtype in DTYPES for phase in phases)

@@ -1,0 +1,198 @@
+"""`swap(precision=)`: products of float32 in one model, without torch's global setting."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import onepass
+from onepass import explain
+from onepass._policy import precision as policy
+from tests.linear.test_precision import global_precision, needs_dots
+
+pytestmark = pytest.mark.usefixtures("slow_products")
+
+
+class Attends(nn.Module):
+    """Calls F.scaled_dot_product_attention and F.linear itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        q, k, v = (x.unflatten(-1, (2, 32)).transpose(1, 2) for _ in range(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(y.transpose(1, 2).flatten(-2), self.weight)
+
+
+class ByHand(nn.Module):
+    def forward(self, x):
+        q = x.unflatten(-1, (2, 32)).transpose(1, 2)
+        return ((q @ q.mT) * 0.2).softmax(-1) @ q
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(64, 2, 128, 0.0, batch_first=True)
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
+    "attention": lambda: nn.MultiheadAttention(64, 2, batch_first=True),
+    "encoder": encoder,
+    "calls": Attends,
+    "by hand": ByHand,
+}
+each_model = pytest.mark.parametrize("kind", MODELS)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return MODELS[kind](), torch.randn(4, 160, 64)
+
+
+def run(model, x):
+    if isinstance(model, nn.MultiheadAttention):
+        return model(x, x, x, need_weights=False)[0]
+    return model(x)
+
+
+def gradients(model, x):
+    x = x.clone().requires_grad_()
+    y = run(model, x)
+    return torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+
+@needs_dots
+@each_model
+def test_results_are_those_of_torchs_setting(kind):
+    model, x = made(kind)
+    onepass.swap(model)
+    exact = run(model, x)
+    with global_precision("medium"):
+        expected, of_expected = run(model, x), gradients(model, x)
+    assert not torch.equal(expected, exact)
+    onepass.unswap(model)
+    onepass.swap(model, precision="medium")
+    assert torch.equal(run(model, x), expected)
+    assert all(map(torch.equal, gradients(model, x), of_expected))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@needs_dots
+@each_model
+def test_highest_keeps_float32_whatever_torchs_setting(kind):
+    model, x = made(kind)
+    onepass.swap(model)
+    exact = run(model, x)
+    onepass.swap(model, precision="highest")  # of a model that is swapped already
+    with global_precision("medium"):
+        assert torch.equal(run(model, x), exact)
+
+
+@needs_dots
+@each_model
+def test_copies_keep_it_and_unswap_takes_it_back(kind):
+    model, x = made(kind)
+    stock = run(model, x)
+    onepass.swap(model, precision="medium")
+    expected = run(model, x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(run(twin, x), expected)
+        onepass.unswap(twin)
+        assert torch.equal(run(twin, x), stock)
+        assert not any(policy.ATTRIBUTE in vars(module) for module in twin.modules())
+
+
+@needs_dots
+def test_a_block_restores_it():
+    model, x = made("linear")
+    with onepass.swapped(model, precision="medium"):
+        rounded = run(model, x)
+    assert not any(policy.ATTRIBUTE in vars(module) for module in model.modules())
+    onepass.swap(model)
+    assert not torch.equal(run(model, x), rounded)
+
+
+@needs_dots
+@pytest.mark.parametrize("kind", ["linear", "attention", "encoder", "calls"])
+def test_compiled(kind):
+    model, x = made(kind)
+    onepass.swap(model, precision="medium")
+    expected = gradients(model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    x = x.clone().requires_grad_()
+    found = torch.autograd.grad(compiled(model, x).square().sum(), (x, *model.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
+@needs_dots
+@pytest.mark.parametrize("kind", ["linear", "attention", "encoder", "calls"])
+def test_verify_tells_the_distance_from_float32(kind):
+    model, x = made(kind)
+    report = onepass.swap(model, precision="medium")
+    batch = (x, x, x) if kind == "attention" else (x,)
+    named = dict(need_weights=False) if kind == "attention" else {}
+    found = report.verify(*batch, **named)
+    assert found.ok, found
+    rounding = found.rounding
+    assert 0 < rounding.median <= rounding.largest < 0.1
+    assert found.to_dict()["rounding"]["name"] == rounding.name
+    verdict, second = str(found).split("\n")
+    assert verdict.startswith("same") and "rounded to bfloat16" in second
+    assert "medium" in {vars(m).get(policy.ATTRIBUTE) for m in model.modules()}
+    onepass.unswap(model)
+    assert onepass.swap(model).verify(*batch, **named).rounding is None
+
+
+@needs_dots
+def test_explain_names_the_rounding():
+    model, x = made("linear")
+    onepass.swap(model, precision="medium")
+    calls = explain(model, x).calls
+    assert len(calls) == 2 and all("rounded" in call["reason"] for call in calls)
+
+
+@needs_dots
+def test_a_sample_measures_it():
+    model, x = made("linear")
+    report = onepass.swap(model, precision="medium", sample=x)
+    assert {policy.ATTRIBUTE in vars(m) for m in model} == {bool(report.swapped), False}
+
+
+def test_the_report_says_it(monkeypatch):
+    model, _ = made("linear")
+    monkeypatch.setattr(policy, "HAS_PAIR_PRODUCTS", True)
+    report = onepass.swap(model, precision="medium", dry_run=True)
+    assert not any(policy.ATTRIBUTE in vars(module) for module in model.modules())
+    (note,) = (note for note in report.notes if "precision='medium'" in note)
+    assert "2 modules" in note and "rounded to bfloat16" in note
+    monkeypatch.setattr(policy, "HAS_PAIR_PRODUCTS", False)
+    report = onepass.swap(model, precision="medium")
+    (note,) = (note for note in report.notes if "precision='medium'" in note)
+    assert "changes nothing on this CPU" in note
+
+
+@needs_dots
+def test_it_takes_layers_whose_float32_products_are_as_fast_in_torch(monkeypatch):
+    """On a CPU of Intel's with dot products, for one."""
+    from tests.swap.linear_calls import FAST, set_facts
+
+    set_facts(monkeypatch, FAST._replace(bfloat16=True))
+    model, _ = made("linear")
+    assert not onepass.swap(model, kinds="linear", dry_run=True).swapped
+    assert len(onepass.swap(model, kinds="linear", precision="medium").swapped) == 2
+
+
+def test_other_precisions_are_refused():
+    with pytest.raises(ValueError, match="^swap: precision must be None, 'highest', 'high' or"):
+        onepass.swap(nn.Linear(8, 8), precision="int8")
