@@ -295,18 +295,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
                    {call.out_features, wants_weight ? call.in_features : 0, call.rows},
                    dweight.mutable_data_ptr(), weight_type, bias_type);
     if (wants_bias) args.left_sums = dbias.mutable_data_ptr();
-    if (is_transposed || (wants_weight && options.round_factors)) {
-      // Without the sums: they are of rows of the left factor, and of numbers that are not rounded.
+    args.rounds_factors = options.round_factors;
+    if (is_transposed) {
       LinearProduct product = args;
-      if (is_transposed) {
-        std::swap(product.left, product.right);
-        std::swap(product.rows, product.cols);
-        std::swap(product.left_row, product.right_col);
-        std::swap(product.left_step, product.right_step);
-        std::swap(product.left_dtype, product.right_dtype);
-      }
-      product.left_sums = nullptr;
-      product.rounds_factors = options.round_factors;
+      std::swap(product.left, product.right);
+      std::swap(product.rows, product.cols);
+      std::swap(product.left_row, product.right_col);
+      std::swap(product.left_step, product.right_step);
+      std::swap(product.left_dtype, product.right_dtype);
+      product.left_sums = nullptr;  // they are of rows of the left factor
       run_product(product, device);
       args.cols = 0;
     }

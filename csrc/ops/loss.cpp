@@ -255,17 +255,18 @@ void loss_backward_inplace(const LossBackwardOptions& options, const Tensor& inp
 // bench loss`).
 
 #ifndef ONEPASS_CUDA  // on CUDA it is written in Python, with torch's products
-#define ONEPASS_LINEAR_LOSS_OPTIONS(FIELD) \
-  FIELD(Tensor, linear_weight, "")         \
-  FIELD(Tensor, target, "")                \
-  FIELD(OptionalTensor, linear_bias, "")   \
-  FIELD(OptionalTensor, weight, "")        \
-  FIELD(int64_t, ignore_index, "")         \
-  FIELD(double, label_smoothing, "")       \
-  FIELD(double, softcap, "")               \
-  FIELD(double, z_loss, "")                \
-  FIELD(OptionalTensor, dloss, "")         \
-  FIELD(StaticInt, gradient_mask, "") /* of kWantsInput, ... */
+#define ONEPASS_LINEAR_LOSS_OPTIONS(FIELD)                       \
+  FIELD(Tensor, linear_weight, "")                               \
+  FIELD(Tensor, target, "")                                      \
+  FIELD(OptionalTensor, linear_bias, "")                         \
+  FIELD(OptionalTensor, weight, "")                              \
+  FIELD(int64_t, ignore_index, "")                               \
+  FIELD(double, label_smoothing, "")                             \
+  FIELD(double, softcap, "")                                     \
+  FIELD(double, z_loss, "")                                      \
+  FIELD(OptionalTensor, dloss, "")                               \
+  FIELD(StaticInt, gradient_mask, "")  /* of kWantsInput, ... */ \
+  FIELD(bool, round_factors, "=False") /* of float32 products */
 
 ONEPASS_DEFINE_OPTIONS(LinearLossOptions, ONEPASS_LINEAR_LOSS_OPTIONS);
 
@@ -378,7 +379,7 @@ class LinearLoss {
                    logits_.mutable_data_ptr(), call_.args.dtype, accumulator_);
     args.bias = linear_bias_;
     args.bias_dtype = call_.bias_dtype;
-    run_product(args, call_.input.device);
+    run(args);
   }
 
   // The loss of a chunk; its gradient takes the place of the logits.
@@ -406,10 +407,8 @@ class LinearLoss {
   void make_dinput(int64_t row, int64_t rows) {
     char* const dinput = static_cast<char*>(dinput_.mutable_data_ptr()) +
                          row * call_.in_features * size_of(accumulator_);
-    run_product(
-        product_of(LinearKind::kInput, logits(), linear_weight_.factor(),
-                   {rows, call_.in_features, call_.args.cols}, dinput, accumulator_, accumulator_),
-        call_.input.device);
+    run(product_of(LinearKind::kInput, logits(), linear_weight_.factor(),
+                   {rows, call_.in_features, call_.args.cols}, dinput, accumulator_, accumulator_));
   }
 
   void add_dweight(int64_t row, int64_t rows) {
@@ -421,7 +420,12 @@ class LinearLoss {
                    dlinear_weight_.mutable_data_ptr(), accumulator_, accumulator_);
     if (wants_bias) args.left_sums = dlinear_bias_.mutable_data_ptr();
     args.accumulate = row > 0;
-    run_product(args, call_.input.device);
+    run(args);
+  }
+
+  void run(LinearProduct product) {
+    product.rounds_factors = options_.round_factors;
+    run_product(product, call_.input.device);
   }
 
   const CheckedLinearLoss& call_;

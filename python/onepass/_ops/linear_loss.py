@@ -55,11 +55,13 @@ def linear_cross_entropy(
     cast: torch.dtype | None = None,
     cast_weight: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    round_factors: bool = False,
 ) -> Tensor:
     """The loss of input linear_weight^T + linear_bias.
 
     cast, cast_weight: the dtypes to which autocast casts input, and linear_weight with linear_bias;
-    gradients are not rounded to them. out_dtype: the loss's; None: input's.
+    gradients are not rounded to them. out_dtype: the loss's; None: input's. round_factors: those of
+    float32 products, to bfloat16.
     """
     (weight,) = wide(weight)
     if torch.compiler.is_compiling():
@@ -68,7 +70,7 @@ def linear_cross_entropy(
     tensors = (input, linear_weight, target, linear_bias, weight)
     options = (ignore_index, label_smoothing, softcap, z_loss, reduction)
     compute = _traced if tracing.records() else _compute
-    return compute(*tensors, *options, cast, cast_weight, out_dtype)
+    return compute(*tensors, *options, cast, cast_weight, out_dtype, round_factors)
 
 
 def _compute(input, linear_weight, target, linear_bias, weight, *options):
@@ -87,7 +89,7 @@ def _compute(input, linear_weight, target, linear_bias, weight, *options):
 def _forward(input, linear_weight, linear_bias, target, weight, options, mask):
     """(loss, gradients of the three operands for an upstream gradient of 1, the factor that float16
     gradients are scaled by; empty otherwise)."""
-    *of_loss, reduction, cast, cast_weight, out_dtype = options
+    *of_loss, reduction, cast, cast_weight, out_dtype, round_factors = options
     input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias, cast, cast_weight)
     dtype, total = input.dtype, 1.0
     accumulator = torch.float64 if dtype is torch.float64 else torch.float32
@@ -108,7 +110,7 @@ def _forward(input, linear_weight, linear_bias, target, weight, options, mask):
                 one = one * torch.where(total == 0, 1.0, total)
             unit = one.to(accumulator)
         dloss = (one / total).to(accumulator).expand(target.shape)
-    losses, *gradients = _op(*tensors, *of_loss, dloss, mask)
+    losses, *gradients = _op(*tensors, *of_loss, dloss, mask, round_factors)
     if reduction != _NONE:
         losses = _sum_in_order(losses) / total
     return losses.to(out_dtype or dtype), *gradients, unit
@@ -176,12 +178,14 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def formula(input, linear_weight, linear_bias, target, weight, options, mask):
-        *of_loss, reduction, cast, cast_weight, out_dtype = options
+        *of_loss, reduction, cast, cast_weight, out_dtype, round_factors = options
         operands = _cast(input, linear_weight, linear_bias, cast, cast_weight)
         dtype = out_dtype or operands[0].dtype
         input, linear_weight, linear_bias = wide(*operands)
         of_loss = (weight, *of_loss, reference.REDUCTIONS[reduction])
-        loss = reference.linear_cross_entropy(input, linear_weight, target, linear_bias, *of_loss)
+        loss = reference.linear_cross_entropy(
+            input, linear_weight, target, linear_bias, *of_loss, round_factors=round_factors
+        )
         return (loss.to(dtype),)
 
     @staticmethod
@@ -221,10 +225,11 @@ def _gradients(
 ):  # fmt: skip
     """Gradients of input, linear_weight and linear_bias in their dtypes; empty if not wanted."""
     operands = (input, linear_weight, linear_bias)
-    *of_loss, reduction, cast, cast_weight, _ = options
+    *of_loss, reduction, cast, cast_weight, _, round_factors = options
     if reduction == _NONE:
         rows, matrix, bias = _cast(*operands, cast, cast_weight)
-        _, *gradients = _op(rows, matrix, target, bias, weight, *of_loss, dloss, grad_mask)
+        call = (rows, matrix, target, bias, weight, *of_loss, dloss, grad_mask, round_factors)
+        _, *gradients = _op(*call)
     else:
         gradients = (dinput, dlinear_weight, dlinear_bias)
         factor = dloss.to(dinput.dtype)
@@ -238,10 +243,10 @@ def _gradients(
 
 
 def _derivative(dloss, input, linear_weight, linear_bias, *, target, weight, options):
-    *of_loss, reduction, _, _, _ = options
+    *of_loss, reduction, _, _, _, round_factors = options
     of_loss = (weight, *of_loss, reference.REDUCTIONS[reduction])
     return reference.linear_cross_entropy_backward(
-        dloss, input, linear_weight, linear_bias, target, *of_loss
+        dloss, input, linear_weight, linear_bias, target, *of_loss, round_factors=round_factors
     )
 
 
@@ -256,7 +261,8 @@ _traced = tracing.operator(
     "linear_cross_entropy",
     "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
     "SymInt ignore_index, float label_smoothing, float softcap, float z_loss, int reduction_kind, "
-    "ScalarType? cast, ScalarType? cast_weight, ScalarType? out_dtype) -> Tensor",
+    "ScalarType? cast, ScalarType? cast_weight, ScalarType? out_dtype, bool round_factors=False) "
+    "-> Tensor",
     _compute,
 )
 
@@ -277,13 +283,15 @@ def _outputs(input, linear_weight, target, gradient_mask):
 
 def _definition(
     input, linear_weight, target, linear_bias, weight,
-    ignore_index, label_smoothing, softcap, z_loss, gradient_mask,
+    ignore_index, label_smoothing, softcap, z_loss, gradient_mask, round_factors,
 ):  # fmt: skip
     if gradient_mask:
         return NotImplemented
     operands = wide(input, linear_weight, linear_bias)
     of_loss = (weight, ignore_index, label_smoothing, softcap, z_loss, "none")
-    losses = reference.linear_cross_entropy(*operands[:2], target, operands[2], *of_loss)
+    losses = reference.linear_cross_entropy(
+        *operands[:2], target, operands[2], *of_loss, round_factors=round_factors
+    )
     return losses, *(operands[0].new_empty((0,)) for _ in range(3))
 
 
@@ -300,9 +308,12 @@ _FEWEST_ROWS = 256
 
 def on_torchs_products(
     input, linear_weight, target, linear_bias, weight,
-    ignore_index, label_smoothing, softcap, z_loss, dloss, gradient_mask,
+    ignore_index, label_smoothing, softcap, z_loss, dloss, gradient_mask, round_factors=False,
 ):  # fmt: skip
-    """`onepass::linear_loss` composed of torch's products and the loss family's kernels."""
+    """`onepass::linear_loss` composed of torch's products and the loss family's kernels.
+
+    round_factors: ignored; torch's own setting decides on a device.
+    """
     tensors = (input, linear_weight, target, linear_bias, weight)
     options = (ignore_index, label_smoothing, softcap, z_loss)
     _check(*tensors, *options, dloss, gradient_mask)

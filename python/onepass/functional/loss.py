@@ -10,7 +10,7 @@ from onepass._arguments import check_arguments, require_result
 from onepass._ops import linear_loss as _linear_loss
 from onepass._ops import loss as _loss
 from onepass._ops.differentiation import are_transforms_active
-from onepass._policy.precision import HAS_PAIR_PRODUCTS
+from onepass._policy.precision import HAS_PAIR_PRODUCTS, check_precision, rounds_factors
 from onepass.functional.attention import _is_autocast
 from onepass.functional.linear import _has_products, linear
 
@@ -99,6 +99,7 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    precision: str | None = None,
 ) -> Tensor:
     """`cross_entropy` of ``input linear_weight^T + linear_bias`` without all logits in memory, as
     `torch.nn.functional.linear_cross_entropy`.
@@ -123,6 +124,9 @@ def linear_cross_entropy(
         linear_bias: (classes,), or None.
         ignore_index: as in `cross_entropy`; None: -100.
         weight, label_smoothing, softcap, z_loss, reduction: as in `cross_entropy`.
+        precision: of float32 products on a CPU, as in `linear`: with "medium" the factors of the
+            logits and of the gradients' products are rounded to bfloat16. With a sharded
+            vocabulary (DTensor) they are float32.
 
     Returns:
         Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,
@@ -132,7 +136,7 @@ def linear_cross_entropy(
         RuntimeError: a shape, dtype, device or number does not fit, or a target is no class; the
             message names the argument.
         TypeError: an argument is of a wrong type.
-        ValueError: reduction is none of these.
+        ValueError: reduction or precision is none of these.
 
     Examples:
         >>> hidden = torch.randn(4, 64, requires_grad=True)
@@ -146,23 +150,34 @@ def linear_cross_entropy(
     """
     try:
         _check_reduction("linear_cross_entropy", reduction)
+        check_precision("linear_cross_entropy", precision)
         ignored = -100 if ignore_index is None else ignore_index
         options = (ignored, label_smoothing, softcap, z_loss)
         layer = (input, linear_weight, linear_bias)
         if any(isinstance(t, Tensor) and _has_products(t) for t in layer):
             # A class of tensor with its own products: whole logits are computed.
-            logits = linear(input, linear_weight, linear_bias)
+            logits = linear(input, linear_weight, linear_bias, precision=precision)
             return _loss.cross_entropy(
                 logits, target, weight, *options, _loss.REDUCTIONS[reduction], True
             )
         tensors = (input, linear_weight, target, linear_bias, weight)
         dtypes = _dtypes_of_autocast(input, linear_weight)
         return _linear_loss.linear_cross_entropy(
-            *tensors, *options, _loss.REDUCTIONS[reduction], *dtypes
-        )
+            *tensors, *options, _loss.REDUCTIONS[reduction], *dtypes,
+            rounds_logits(input, linear_weight, dtypes[0], precision),
+        )  # fmt: skip
     except Exception:
         check_arguments(linear_cross_entropy, locals())
         raise
+
+
+def rounds_logits(
+    input: Tensor, linear_weight: Tensor, cast: torch.dtype | None, precision: str | None = None
+) -> bool:
+    """Whether the products of `linear_cross_entropy` round their factors: both are float32 on a
+    CPU, not cast by autocast, and `precision`, or torch's setting, says so."""
+    are_wide = cast in (None, torch.float32) and input.dtype is linear_weight.dtype is torch.float32
+    return are_wide and input.is_cpu and rounds_factors(precision)
 
 
 def _is_overwritten(logits: Tensor) -> bool:

@@ -84,10 +84,12 @@ def linear_cross_entropy(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *options,
+    round_factors: bool = False,
 ) -> Tensor:
     """Cross entropy of input linear_weight^T + linear_bias; options are those of `cross_entropy`
     after target."""
-    return cross_entropy(linear(input, linear_weight, linear_bias), target, *options)
+    logits = linear(input, linear_weight, linear_bias, round_factors)
+    return cross_entropy(logits, target, *options)
 
 
 def linear_cross_entropy_backward(
@@ -97,10 +99,12 @@ def linear_cross_entropy_backward(
     linear_bias: Tensor | None,
     target: Tensor,
     *options,
+    round_factors: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """(dinput, dlinear_weight, dlinear_bias), which can be differentiated in turn."""
     inputs = (input, linear_weight, linear_bias)
-    loss = linear_cross_entropy(input, linear_weight, target, linear_bias, *options)
+    operands = (input, linear_weight, target, linear_bias)
+    loss = linear_cross_entropy(*operands, *options, round_factors=round_factors)
     given = [t for t in inputs if t is not None]
     found = iter(torch.autograd.grad(loss, given, dloss, create_graph=True))
     return tuple(None if t is None else next(found) for t in inputs)
