@@ -81,16 +81,6 @@ Dispatch describe(const LinearProduct& args) {
 
 void run_product(const LinearProduct& args, const Device& device) {
   if (args.rows == 0 || (args.cols == 0 && !args.left_sums)) return;
-  if (args.rounds_factors && args.left_sums) {  // which are of numbers that are not rounded
-    LinearProduct part = args;
-    part.left_sums = nullptr;
-    run_product(part, device);
-    part = args;
-    part.cols = 0;
-    part.rounds_factors = false;
-    run_product(part, device);
-    return;
-  }
   run_operator(backend().linear_product, args, device, [&] { return describe(args); });
 }
 

@@ -90,11 +90,46 @@ void pack_right(const LinearProduct& args, int64_t col, int64_t cols, int64_t k,
   }
 }
 
-// sums[i] += the elements of row i in a strip.
+// sums[i] += `count` numbers of row `row` + i of a left matrix in float32, from the k-th on.
+inline void add_left_numbers(const LinearProduct& args, int64_t row, int64_t rows, int64_t k,
+                             int64_t count, float* sums) {
+  const float* from =
+      static_cast<const float*>(args.left) + row * args.left_row + k * args.left_step;
+  if (args.left_step == 1) {
+    for (int64_t i = 0; i < rows; ++i) {
+      Vec<float> total = {};
+      for_each_vector<float>(0, count, [&](int64_t j, auto lanes) {
+        total += load<float>(from + i * args.left_row + j, lanes);
+      });
+      sums[i] += sum_of_lanes<float>(total);
+    }
+    return;
+  }
+  for_each_vector<float>(0, rows, [&](int64_t i, auto lanes) {
+    Vec<float> total = {};
+    for (int64_t first = 0; first < count; first += kRun) {
+      Vec<float> run = {};
+      for (int64_t j = first; j < std::min(first + kRun, count); ++j) {
+        run += load<float>(from + j * args.left_step + i, lanes);
+      }
+      total += run;
+    }
+    store<float>(sums + i, load<float>(sums + i, lanes) + total, lanes);
+  });
+}
+
+// sums[i] += the elements of row i in a strip, or the numbers that it was packed from if it rounded
+// them.
 template <class M>
-void add_left(const typename M::Element* strip, int64_t cells, int64_t rows,
-              typename M::Number* sums) {
+void add_left(const LinearProduct& args, int64_t row, int64_t rows, int64_t k, int64_t count,
+              const typename M::Element* strip, typename M::Number* sums) {
   using A = typename M::Number;
+  if constexpr (M::kPerCell == 2) {
+    if (args.left_dtype == DType::kFloat32) {
+      return add_left_numbers(args, row, rows, k, count, sums);
+    }
+  }
+  const int64_t cells = (count + M::kPerCell - 1) / M::kPerCell;
   for (int64_t i = 0; i < rows; i += M::kLanes) {
     const auto count = std::min<int64_t>(rows - i, M::kLanes);
     Vec<A> total = {};

@@ -296,7 +296,9 @@ class Linear {
         } else {
           pack_strip(row, rows, s, k, strip);
         }
-        if (sums_left) add_left<M>(strip, cells, height, scratch_.left_sums + first);
+        if (sums_left) {
+          add_left<M>(args_, row + first, height, k, count, strip, scratch_.left_sums + first);
+        }
         for (int64_t j = 0; j < cols; j += kPanel<M>) {
           A* out = sums + first * sums_row + j;
           const int64_t columns = std::min(kPanel<M>, cols - j);
