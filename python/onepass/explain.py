@@ -18,6 +18,7 @@ import torch
 
 from onepass import _C, _dispatch_log
 from onepass._batch import arguments, named_in_errors
+from onepass._policy.precision import precision_of, sentence
 
 _NOT_SWAPPED = "not swapped: onepass.swap(model)"
 
@@ -31,6 +32,7 @@ class Explanation:
             splits, workspace_bytes, reason, and `count`, how often it was made.
         level_reason: why this CPU level and no other.
         not_accelerated: {"name", "type", "reason"} of modules that stayed stock.
+        precision: what was asked of float32 products beside torch's default; or empty.
 
     Examples:
         >>> explanation = onepass.explain(onepass.nn.RMSNorm(512), torch.randn(4, 512))
@@ -41,12 +43,14 @@ class Explanation:
     calls: list[dict]
     level_reason: str
     not_accelerated: list[dict] = field(default_factory=list)
+    precision: str = ""
 
     def to_dict(self) -> dict:
         return {
             "calls": self.calls,
             "level_reason": self.level_reason,
             "not_accelerated": self.not_accelerated,
+            "precision": self.precision,
         }
 
     def __str__(self) -> str:
@@ -58,7 +62,7 @@ class Explanation:
 
         lines = [f"{call['count']} x {_dispatch_log.line(call)}" for call in self.calls]
         lines = lines or ["no onepass operator ran"]
-        lines.append(self.level_reason)
+        lines += [self.level_reason] + [self.precision] * bool(self.precision)
         stock = rows(self.not_accelerated, ("name", "count", "type", "reason"))
         lines += [f"stock: {name} ({count} x {kind}): {why}" for name, count, kind, why in stock]
         width = terminal_width()
@@ -100,7 +104,8 @@ def explain(fn_or_module: Callable, *args, **kwargs) -> Explanation:
     counts = Counter(tuple(record.items()) for record in records)
     calls = [{**dict(items), "count": count} for items, count in counts.items()]
     stock = _stock_modules(fn_or_module) if is_module else []
-    return Explanation(calls, _level_reason(), stock)
+    own = {precision_of(part) for part in fn_or_module.modules()} if is_module else {None}
+    return Explanation(calls, _level_reason(), stock, sentence(own))
 
 
 def _level_reason() -> str:

@@ -162,6 +162,27 @@ def test_explain_names_the_rounding():
     assert len(calls) == 2 and all("rounded" in call["reason"] for call in calls)
 
 
+@pytest.mark.parametrize(
+    "own, has_dots, expected",
+    [
+        ("medium", True, "round float32 factors"),
+        ("medium", False, "changes nothing"),
+        ("high", True, "is float32 on a CPU"),
+        ("highest", True, ""),
+        (None, True, ""),
+    ],
+)
+def test_explain_says_what_was_asked(monkeypatch, own, has_dots, expected):
+    model, x = made("linear")
+    onepass.swap(model, precision=own)
+    monkeypatch.setattr(policy, "HAS_PAIR_PRODUCTS", has_dots)
+    explanation = explain(model, x)
+    assert expected in explanation.precision and bool(expected) == bool(explanation.precision)
+    assert explanation.precision in str(explanation).replace("\n", " ")
+    with global_precision("high"):
+        assert own is not None or "precision high" in explain(model, x).precision
+
+
 @needs_dots
 def test_a_sample_measures_it():
     model, x = made("linear")

@@ -45,6 +45,23 @@ def rounds_factors(precision: str | None = None) -> bool:
     return float32_precision() == "bf16"
 
 
+def sentence(own: set[str | None]) -> str:
+    """What was asked of float32 products beside torch's default, and whether this CPU does it.
+
+    own: the precisions of a model's modules, of which None is torch's setting.
+    """
+    names = {"bf16": "medium", "tf32": "high"}
+    asked = {names.get(float32_precision()) if one is None else one for one in own}
+    if "medium" in asked and HAS_PAIR_PRODUCTS:
+        return "precision medium: lines that say so round float32 factors to bfloat16"
+    if "medium" in asked:
+        level = _C.cpu_level()
+        return f"precision medium changes nothing: {level} has no dot products of bfloat16"
+    if "high" in asked:
+        return "precision high is float32 on a CPU: three products of bfloat16 are no faster"
+    return ""
+
+
 @constant_where_traced
 def _global_rounds() -> bool:
     return float32_precision() == "bf16"
