@@ -46,7 +46,7 @@ def rounds_factors(precision: str | None = None) -> bool:
 
 
 def sentence(own: set[str | None]) -> str:
-    """What was asked of float32 products beside torch's default, and whether this CPU does it.
+    """Says what was asked of float32 products beside torch's default, and whether this CPU does it.
 
     own: the precisions of a model's modules, of which None is torch's setting.
     """

@@ -19,7 +19,7 @@ from onepass._refusals import is_number, or_torchs
 from onepass.functional._attention_options import given, rounds, score_options
 from onepass.functional.attention import _autocast, _is_autocast
 from onepass.functional.linear import _composed, linear
-from onepass.functional.loss import rounds_logits
+from onepass.functional.loss import _rounds_logits
 
 
 def masked_attention(
@@ -192,7 +192,7 @@ def linear_cross_entropy_in_float32(
         dtype,
         dtype if casts else None,
         torch.float32,
-        rounds_logits(input, linear_weight, dtype),
+        _rounds_logits(input, linear_weight, dtype),
     )
 
 

@@ -164,14 +164,14 @@ def linear_cross_entropy(
         dtypes = _dtypes_of_autocast(input, linear_weight)
         return _linear_loss.linear_cross_entropy(
             *tensors, *options, _loss.REDUCTIONS[reduction], *dtypes,
-            rounds_logits(input, linear_weight, dtypes[0], precision),
+            _rounds_logits(input, linear_weight, dtypes[0], precision),
         )  # fmt: skip
     except Exception:
         check_arguments(linear_cross_entropy, locals())
         raise
 
 
-def rounds_logits(
+def _rounds_logits(
     input: Tensor, linear_weight: Tensor, cast: torch.dtype | None, precision: str | None = None
 ) -> bool:
     """Whether the products of `linear_cross_entropy` round their factors: both are float32 on a
