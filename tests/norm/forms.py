@@ -1,5 +1,5 @@
-"""Norms with a scale of their own for each sample, and calls whose branch is scaled: tensors, and
-results by ours, by torch, in float64."""
+"""Norms, plain and after an add, those with a scale of their own for each sample, and calls whose
+branch is scaled: tensors, and results by ours, by torch, in float64."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.support.seeds import drawn_seed, set_seed
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 # A modulated norm of the input, of its sum with a residual, of the sum with a gated input. Its
 # scale belongs to a sample, with and without ones in its shape, or to a row.
 MODULATED = ("plain", "added", "gated")
@@ -54,11 +55,13 @@ class Case:
 
     @property
     def kind(self) -> str:
-        return "rms_norm" if self.rms or self.form == "rms" else "layer_norm"
+        return "rms_norm" if self.rms or "rms" in self.form else "layer_norm"
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return {"plain": ("y",), "add": ("h",), "alone": ("h",)}.get(self.form, ("y", "h"))
+        if self.form in ("add", "alone"):
+            return ("h",)
+        return ("y",) if self.form in ("plain", "layer_norm", "rms_norm") else ("y", "h")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,10 +81,12 @@ class Case:
         scales = {"column_scale": column_scale, "row_scale": self.row_scale}
         if "y" not in self.outputs:
             return (functional.add_dropout(input, residual, self.p, **scales),)
-        scales |= {"dropout_p": self.p, "eps": self.eps}
-        scales |= {"weight_offset": self.offset} if self.form == "rms" else {"bias": bias}
-        norm = getattr(functional, f"add_{self.kind}")
-        return norm(input, residual, self.shape, weight, **scales)
+        options = {"eps": self.eps}
+        options |= {"weight_offset": self.offset} if self.kind == "rms_norm" else {"bias": bias}
+        if "h" not in self.outputs:
+            return (getattr(functional, self.kind)(input, self.shape, weight, **options),)
+        norm, options = getattr(functional, f"add_{self.kind}"), options | {"dropout_p": self.p}
+        return norm(input, residual, self.shape, weight, **options, **scales)
 
     def _modulated(self, module, input, scale, shift=None, **tensors):
         norm = getattr(module, f"modulated_{self.kind}")
@@ -104,9 +109,9 @@ class Case:
         h = self._sum(input, residual, column_scale, rest.pop("gate", None))
         if "y" not in self.outputs:
             return (h,)
-        if residual is not None:
-            rounded = h.detach().to(self.tensors["residual"].dtype).to(h.dtype)
-            h = h + (rounded - h.detach())
+        if "h" in self.outputs:
+            dtype = self.tensors["input" if residual is None else "residual"].dtype
+            h = h + (h.detach().to(dtype).to(h.dtype) - h.detach())
         if self.is_modulated:
             y = self._modulated(reference.norm, h, **rest)
         else:
@@ -149,12 +154,13 @@ def make(
     p: float = 0.0,
     offset: float = 0.0,
     affine: bool = True,
+    residual: bool = True,
     shift: bool = True,
     scale_dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Case:
-    """A random case of shape (batch, *, cols); its scale is of PER or of SCALES."""
+    """A random case of shape (batch, *, cols); its scale is of PER or SCALES; NORMS have none."""
     generator = torch.Generator().manual_seed(seed)
     scale_dtype, residual_dtype = scale_dtype or dtype, residual_dtype or dtype
     cols = shape[-1:]
@@ -163,7 +169,7 @@ def make(
         return torch.randn(size, generator=generator).to(dtype)
 
     tensors, factors = {"input": random(shape, dtype)}, None
-    if form not in ("plain", "alone"):
+    if residual and form not in ("plain", "alone", "layer_norm", "rms_norm"):
         tensors["residual"] = random(shape, residual_dtype)
     if form in MODULATED:
         ones = (*shape[:1], *(1 for _ in shape[1:-1]), *cols)
@@ -171,12 +177,13 @@ def make(
         names = ["scale"] + ["shift"] * shift + ["gate"] * (form == "gated")
         tensors |= {name: random(per, scale_dtype) for name in names}
     else:
-        if form in ("layer", "rms") and affine:
-            names = ["weight"] + ["bias"] * (form == "layer")
+        if form not in ("add", "alone") and affine:
+            names = ["weight"] + ["bias"] * ("layer" in form)
             tensors |= {name: random(cols, dtype) for name in names}
-        if scale != "rows":
+        if form not in NORMS and scale != "rows":
             tensors["column_scale"] = random(cols, scale_dtype)
-        factors = None if scale == "columns" else row_factors(shape[0], dtype)
+        if form not in NORMS and scale != "columns":
+            factors = row_factors(shape[0], dtype)
     case = Case(form, tensors, (), rms, factors, p, offset)
     of = {"y": dtype, "h": residual_dtype}
     case.gradients = tuple(random(shape, of[name]) for name in case.outputs)
@@ -227,4 +234,4 @@ def every_form() -> Iterator[tuple]:
 
 
 every = pytest.mark.parametrize("form, scale, options", list(every_form()))
-each_form = pytest.mark.parametrize("form", ("plain", "gated", *BRANCHES))
+each_form = pytest.mark.parametrize("form", (*NORMS, "plain", "gated", *BRANCHES))

@@ -1,6 +1,6 @@
-"""The norm family's CUDA kernels under the emulator: addresses, order, traffic, races.
+"""The norm family's CUDA kernels under the emulator: traffic and races.
 
-Their values are those of test_values.py.
+Their values are those of test_values.py; test_forms_cuda.py has addresses and order.
 """
 
 from __future__ import annotations
@@ -11,62 +11,11 @@ import pytest
 import torch
 
 from tests.emulator.executors import all_instances
-from tests.norm.cases import (
-    LONG,
-    check,
-    kinds,
-    make,
-    outputs_and_gradients,
-    results,
-)
+from tests.norm.cases import LONG, check, make, outputs_and_gradients
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 KERNELS = ("norm/forward.cu", "norm/backward.cu")
 SANITIZERS = ("address", "thread")
-
-
-# ---- kernels and addresses -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", LONG, ids=str)
-def test_which_kernel(cuda, dtype):
-    for cols, forward, backward in (
-        (33, "norm_forward_kernel", "norm_backward_kernel"),
-        (LONG[dtype], "norm_forward_long_kernel", "norm_backward_columns_kernel"),
-    ):
-        case = make(False, 3, cols, dtype)
-        outputs_and_gradients(case.ours, case)
-        assert [call["kernel"] for call in cuda.done[-2:]] == [forward, backward]
-
-
-@kinds
-def test_addresses_that_are_not_aligned(cuda, rms, residual):
-    cuda.set(shift=4)
-    check(make(rms, 6, 72, residual=residual))
-    check(make(rms, 3, 2048, residual=residual))
-
-
-@pytest.mark.parametrize("tensor", range(10))  # of those that a struct points to
-def test_one_tensor_that_is_not_aligned(cuda, tensor):
-    cuda.set(shift=4, misaligned=tensor)
-    with cuda.sanitized("address", *KERNELS):
-        for cols in (72, 2056):
-            check(make(False, 3, cols, residual=True))
-
-
-# ---- contracts -----------------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("cols", [72, 33, 2056])
-def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, rms, residual, cols):
-    found = []
-    for seed in range(3):
-        cuda.set(seed=seed)
-        found.append(results(make(rms, 100, cols, residual=residual)))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            assert torch.equal(one, two)
 
 
 # ---- traffic -------------------------------------------------------------------------------------
@@ -135,15 +84,6 @@ def test_one_pass_over_rows_off_16_bytes(cuda, apart, dtype, forward, backward, 
     assert cuda.instances and not any("true" in name for name in cuda.instances)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
-def test_shared_memory_fits_every_device(cuda, dtype):
-    """A block's limit is 99 KiB on sm_86, sm_89 and sm_120, and more elsewhere."""
-    for cols in (1024, 4096, 8192, 16383, 16384, 16392):
-        case = make(False, 3, cols, dtype)
-        outputs_and_gradients(case.ours, case)
-    assert 0 < max(call["shared"] for call in cuda.done) <= 99 * 1024
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("residual", [False, True])
 def test_long_rows_are_read_twice_at_most(cuda, dtype, residual):
@@ -162,16 +102,6 @@ def test_long_rows_are_read_twice_at_most(cuda, dtype, residual):
         (5 if residual else 4) * once + (rows + back["splits"]) * vector + partials + statistics
     )
     assert back["written"] <= once + partials + 2 * vector + 8 * rows
-
-
-@pytest.mark.parametrize("cols", [8, 2056])
-def test_partials_are_few(cuda, cols):
-    """Each has at least 32 rows, or there are no more than keep a device busy."""
-    for rows in (1, 64, 1000, 20_000 if cols == 8 else 2000):
-        case = make(False, rows, cols, BF16)
-        outputs_and_gradients(case.ours, case)
-        parts = cuda.of("norm_backward")[-1]["splits"]
-        assert 1 <= parts <= max(1, min(rows // 2, 256), rows // 32)
 
 
 # ---- every instance, in every build --------------------------------------------------------------

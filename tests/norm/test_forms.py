@@ -1,4 +1,5 @@
-"""Values and gradients of modulated norms and of scaled branches, against torch's compositions."""
+"""Values and gradients of modulated norms and of scaled branches, against torch's compositions; and
+what all forms of norms promise alike."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tests.norm.forms import (
     F32,
     LONG,
     MODULATED,
+    NORMS,
     RAW,
     check,
     check_draws,
@@ -92,6 +94,8 @@ def test_mixed_dtypes(executor, form, dtype, scale_dtype, residual_dtype):
         *((f, {"shift": shift, "rms": rms})
           for f in ("plain", "added") for shift in (False, True) for rms in (False, True)),
         ("layer", {"affine": False}), ("rms", {"affine": False}), ("rms", {"offset": 1.0}),
+        *((f, {"residual": False, "p": p, "dtype": dtype})
+          for f in NORMS[2:] for p in (0.0, 0.4) for dtype in (F32, BF16)),
     ],
     ids=str,
 )  # fmt: skip
@@ -99,18 +103,13 @@ def test_without_some_tensors(executor, form, options):
     check_draws(form, (3, 6, 72), **options, draws=executor.draws)
 
 
-@pytest.mark.parametrize("residual_dtype", [F32, BF16], ids=str)
-def test_add_of_two_dtypes(residual_dtype):
-    check(make("added", (2, 9, 600), BF16, residual_dtype=residual_dtype))
-
-
 @everywhere
 @each_form
 @pytest.mark.parametrize("cols", [65, 2056])
 def test_gradients_for_some_arguments_only(cols, form):
-    case = make(form, (2, 40, cols), p=0.2 if form in BRANCHES else 0.0)
+    case = make(form, (2, 40, cols), p=0.2 if form in BRANCHES or form.startswith("add_") else 0.0)
     expected = results(case.ours, case)
-    pairs = [("weight", "column_scale"), ("input", "gate")]
+    pairs = [("weight", "column_scale"), ("input", "gate"), ("input", "weight")]
     for names in (*((name,) for name in case.tensors), *pairs):
         if set(names) <= case.tensors.keys() and names != ("bias",):
             found = results(case.ours, case, wrt=names)
@@ -119,58 +118,24 @@ def test_gradients_for_some_arguments_only(cols, form):
 
 
 @everywhere
-def test_a_backward_of_the_operator():
-    """Gradients outside the mask have size 0; an upstream gradient may have another dtype."""
+def test_an_upstream_gradient_of_another_dtype():
+    """A dtype that autograd never passes."""
     case = make("gated", (2, 5, 64), BF16, scale_dtype=F32)
     t, (doutput, dh) = case.tensors, case.gradients
-    forward = {"normalized_shape": [64], "kind": 0, "eps": 1e-5, "save_statistics": True}
-    _, h, mean, rstd = RAW.modulated_norm_forward(**t, out_dtype=None, **forward)
-
-    def backward(grad_mask=31, doutput=doutput):
-        given = {"x": h, "branch": t["input"], "mean": mean, "rstd": rstd, "doutput": doutput}
-        given |= {name: t[name] for name in ("scale", "shift", "gate")} | {"dresidual_out": dh}
-        rest = {"normalized_shape": [64], "kind": 0, "input_dtype": None, "residual_dtype": None}
-        return RAW.modulated_norm_backward(**given, **rest, grad_mask=grad_mask)
-
-    every, expected = backward(), results(case.ours, case)
-    names = ("dinput", "dresidual", "dscale", "dshift", "dgate")
-    assert_same_bits(dict(zip(names, every, strict=True)), {n: expected[n] for n in names})
-    for mask in (0, 2, 9, 20):
-        for bit, (one, other) in enumerate(zip(backward(mask), every, strict=True)):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other) if mask >> bit & 1 else one.shape == (0,)
-    for one, other in zip(backward(doutput=doutput.float()), every, strict=True):
-        assert torch.equal(one, other)
+    rest = {"normalized_shape": [64], "kind": 0}
+    forward = {"eps": 1e-5, "out_dtype": None, "save_statistics": True}
+    _, h, mean, rstd = RAW.modulated_norm_forward(**t, **rest, **forward)
+    rest |= {"input_dtype": None, "residual_dtype": None}
+    given = {"x": h, "branch": t["input"], "mean": mean, "rstd": rstd, "dresidual_out": dh}
+    given |= {name: t[name] for name in ("scale", "shift", "gate")} | rest | {"grad_mask": 31}
+    narrow, wide = (
+        RAW.modulated_norm_backward(**given, doutput=upstream)
+        for upstream in (doutput, doutput.float())
+    )
+    assert all(map(torch.equal, narrow, wide))
 
 
 # ---- as other calls ------------------------------------------------------------------------------
-
-
-@everywhere
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@normed
-@pytest.mark.parametrize("cols", [65, 2056])
-def test_scales_of_one_are_the_plain_call(executor, cols, form, p):
-    """To the bit where rows are summed in the same order: the same terms are added."""
-    case = make(form, (2, 9, cols), p=p)
-    case.tensors["column_scale"].fill_(1.0)
-    case.row_scale = torch.ones(2)
-    found = results(case.ours, case)
-    del case.tensors["column_scale"]
-    case.row_scale = None
-    expected = results(case.ours, case)
-    for name in ("h", "y", "dinput", "dresidual"):
-        if name == "h" or not executor.is_cuda:  # of modulated instances on CUDA: other threads
-            assert torch.equal(found[name], expected[name]), name
-
-
-@everywhere
-@pytest.mark.parametrize("size", [(1, 72), (1, 1, 72), (1, 12, 72)], ids=str)
-def test_as_a_plain_norm_with_weight_and_bias(size):
-    """One scale for all: a weight that is 1 + scale, bit for bit on the CPU's path of rows."""
-    x, scale, shift = torch.randn(1, 12, 72), torch.randn(72), torch.randn(72)
-    found = functional.modulated_layer_norm(x, 72, scale.expand(size), shift.expand(size))
-    assert torch.equal(found, functional.layer_norm(x, 72, 1 + scale, shift))
 
 
 @on_cuda
@@ -208,7 +173,7 @@ def test_many_dimensions(dtype, form):
 
 
 @everywhere
-@pytest.mark.parametrize("form", ["gated", "layer", "rms"])
+@pytest.mark.parametrize("form", [*NORMS, "gated", "layer", "rms"])
 def test_rows_of_several_dimensions(form):
     case = make(form, (3, 5, 6 * 8))
     expected = results(case.ours, case)
@@ -223,22 +188,18 @@ def test_rows_of_several_dimensions(form):
 @each_form
 def test_samples_of_one_row(form):
     case, flat = make(form, (5, 72)), make(form, (5, 72))
-    flat.tensors |= {
-        n: case.tensors[n][:, None] for n in ("input", "residual") if n in case.tensors
-    }
-    flat.gradients = tuple(g[:, None] for g in case.gradients)
-    found = {n: t.view(results_shape(t)) for n, t in results(flat.ours, flat).items()}
+    rows = {n: t[:, None] for n, t in case.tensors.items() if n in ("input", "residual")}
+    flat.tensors, flat.gradients = flat.tensors | rows, tuple(g[:, None] for g in case.gradients)
+    found = {n: t.squeeze(1) if t.dim() == 3 else t for n, t in results(flat.ours, flat).items()}
     assert_same_bits(found, results(case.ours, case))
-
-
-def results_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape) if tensor.dim() < 3 else (len(tensor), tensor.shape[-1])
 
 
 @everywhere
 def test_one_row_without_a_batch():
     x, c, one = torch.randn(40), torch.randn(40), torch.tensor(2.0)
     for function in (
+        lambda x, c, r: functional.layer_norm(x, 40, c.view(40)),
+        lambda x, c, r: functional.add_rms_norm(x, x, 40, c.view(40))[0],
         lambda x, c, r: functional.modulated_layer_norm(x, 40, c),
         lambda x, c, r: functional.add_layer_norm(x, x, 40, column_scale=c.view(40), row_scale=r)[
             1
@@ -253,10 +214,12 @@ def test_one_row_without_a_batch():
 @pytest.mark.parametrize("size", [(0, 3, 8), (2, 0, 8), (2, 3, 0), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("scale", ["sample", "row", "rows"])
 def test_empty(scale, size, form):
+    if form in NORMS and scale != "row":
+        return  # which have none
     case = make(form, size, scale=scale)
     found = results(case.ours, case)
     assert all(found[name].shape == size for name in case.outputs)
-    for name in {"scale", "shift", "gate", "column_scale"} & case.tensors.keys():
+    for name in case.tensors.keys() - {"input", "residual"}:
         gradient = found[f"d{name}"]
         assert gradient.shape == case.tensors[name].shape and not gradient.any()
 
@@ -269,15 +232,21 @@ def test_empty(scale, size, form):
 @pytest.mark.parametrize(
     "form, name",
     [*(("gated", name) for name in ("input", "residual", "scale", "shift", "gate")),
-     *((f, name) for f in ("layer", "add") for name in ("input", "residual", "column_scale"))],
+     *((f, name) for f in ("layer", "add") for name in ("input", "residual", "column_scale")),
+     *((f, "input") for f in NORMS), ("add_rms_norm", "residual")],
 )  # fmt: skip
 def test_not_finite_elements_stay_where_torchs_do(form, name, value):
+    """All others keep their bits."""
     case = make(form, (3, 4, 40))
-    case.row_scale = None if form in MODULATED else torch.tensor([1.25, 2.0, 0.5])
+    case.row_scale = torch.tensor([1.25, 2.0, 0.5]) if form in BRANCHES else None
+    clean = results(case.ours, case)
     case.tensors[name].view(-1)[7] = value
     found, expected = results(case.ours, case), results(case.torchs, case, double=True)
     for output, tensor in found.items():
         assert torch.equal(tensor.isfinite(), expected[output].isfinite()), output
+        if form in NORMS and output in ("y", "h", "dinput", "dresidual"):
+            others = tensor.flatten(0, 1)[1:]
+            assert torch.equal(others, clean[output].flatten(0, 1)[1:]), output
 
 
 @everywhere
@@ -307,41 +276,23 @@ def test_magnitudes_of_scales(form, factors):
 
 @everywhere
 @dtypes
-@pytest.mark.parametrize("form", MODULATED)
-@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+@pytest.mark.parametrize("form", [*MODULATED, "layer_norm", "add_layer_norm"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-12, 1e-30])
 def test_one_column_has_no_gradient(form, dtype, eps):
     """A large factor, 1 / sqrt(eps), of a difference that must be 0."""
     case = make(form, (3, 16, 1), dtype)
     case.eps = eps
-    found = results(case.ours, case)
-    assert torch.equal(found["y"], case.tensors["shift"][:, None].expand(3, 16, 1))
-    assert not found["dscale"].any()
-    through = torch.zeros_like(case.gradients[0]) if form == "plain" else case.gradients[1]
-    if form != "plain":
+    found, t = results(case.ours, case), case.tensors
+    offset = t["shift"][:, None] if form in MODULATED else t["bias"]
+    assert torch.equal(found["y"], offset.expand(3, 16, 1))
+    assert not found["dscale" if form in MODULATED else "dweight"].any()
+    through = torch.zeros_like(case.gradients[0])
+    if "residual" in t:
+        through = case.gradients[1]
         assert torch.equal(found["dresidual"], through)
     if form == "gated":
-        through = through * case.tensors["gate"][:, None]
+        through = through * t["gate"][:, None]
     assert torch.equal(found["dinput"], through)
-
-
-@everywhere
-@pytest.mark.parametrize("per", ["sample", "row"])
-def test_a_scale_of_minus_one_leaves_the_shift(per):
-    case = make("plain", (2, 5, 64), scale=per)
-    case.tensors["scale"].fill_(-1.0)
-    shift = case.tensors["shift"]
-    found = results(case.ours, case)
-    assert torch.equal(found["y"], shift if per == "row" else shift[:, None].expand(2, 5, 64))
-    assert not found["dinput"].any() and found["dscale"].any()
-
-
-@everywhere
-def test_a_gate_of_zero_leaves_the_residual():
-    case = make("gated", (2, 5, 64), BF16)
-    case.tensors["gate"].zero_()
-    found = results(case.ours, case)
-    assert torch.equal(found["h"], case.tensors["residual"])
-    assert not found["dinput"].any() and found["dgate"].any()
 
 
 # ---- dropped samples -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The CUDA kernels of modulated norms and scaled branches under the emulator: traffic, addresses,
-order, races. Their values are those of test_forms.py.
+"""The CUDA kernels of modulated norms and scaled branches under the emulator: traffic, races; and
+addresses, order and parts of all norms. Their values are those of test_forms.py.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ import itertools
 import math
 
 import pytest
-import torch
 
-from onepass import functional
 from tests.emulator.executors import all_instances
+from tests.norm import cases
 from tests.norm.forms import (
     BF16,
     F16,
@@ -19,6 +18,7 @@ from tests.norm.forms import (
     F64,
     LONG,
     MODULATED,
+    NORMS,
     SCALES,
     check,
     dtypes,
@@ -37,11 +37,12 @@ def run(*arguments, **options):
 
 
 @pytest.mark.parametrize("dtype", LONG, ids=str)
-@pytest.mark.parametrize("form", ["gated", "layer", "add"])
+@pytest.mark.parametrize("form", ["layer_norm", "gated", "layer", "add"])
 def test_which_kernel(cuda, form, dtype):
+    long = cases.LONG[dtype] if form in NORMS else LONG[dtype]
     for cols, forward, backward in (
         (33, "norm_forward_kernel", "norm_backward_kernel"),
-        (LONG[dtype], "norm_forward_", "norm_backward_columns_kernel"),
+        (long, "norm_forward_", "norm_backward_columns_kernel"),
     ):
         run(form, (3, 1, cols), dtype)
         ahead, back = (call["kernel"] for call in cuda.done[-2:])
@@ -49,7 +50,8 @@ def test_which_kernel(cuda, form, dtype):
             assert (ahead, back) == ("branch_forward_kernel", "branch_backward_kernel")
         else:
             assert ahead.startswith(forward) and back == backward
-            assert all("Modulated" in name for name in cuda.instances)
+            assert all(("Modulated" in name) == (form not in NORMS) for name in cuda.instances)
+    assert form not in NORMS or ahead == "norm_forward_long_kernel"
 
 
 # ---- traffic -------------------------------------------------------------------------------------
@@ -165,48 +167,51 @@ def test_a_norm_reads_no_more_than_its_branch(cuda, dtype, cols, scale):
 
 
 @pytest.mark.parametrize(
-    "form, shapes",
+    "form, cols, shapes",
     [
-        ("plain", [(1, 2000), (4, 500), (300, 40), (2, 3)]),
-        ("add", [(1, 1), (1, 3), (1, 40), (1, 2000), (1, 20000)]),
+        ("layer_norm", 8, [(1, 1), (1, 64), (1, 1000), (1, 20_000)]),
+        ("layer_norm", 2056, [(1, 1), (1, 2000)]),
+        ("plain", 8, [(1, 2000), (4, 500), (300, 40), (2, 3)]),
+        ("add", 8, [(1, 1), (1, 3), (1, 40), (1, 2000), (1, 20_000)]),
     ],
 )
-def test_parts_are_few(cuda, form, shapes):
+def test_parts_are_few(cuda, form, cols, shapes):
     """Each has at least 32 rows, or there are no more than keep a device busy. A sample's scale has
     parts of its own."""
     for batch, tokens in shapes:
-        run(form, (batch, tokens, 8), BF16)
+        run(form, (batch, tokens, cols), BF16)
         parts, rows = cuda.done[-1]["splits"], batch * tokens
-        least, busy = (batch, 256) if form == "plain" else (1, 128)
+        least, busy = batch if form == "plain" else 1, 128 if form == "add" else 256
         assert parts % least == 0
         assert least <= parts <= max(least, min(rows // 2, busy), rows // 32)
 
 
-@pytest.mark.parametrize("form", ["gated", "layer", "add"])
+@pytest.mark.parametrize("form", ["layer_norm", "gated", "layer", "add"])
 @dtypes
 def test_shared_memory_fits_every_device(cuda, dtype, form):
     """A block's limit is 99 KiB on sm_86, sm_89 and sm_120, and more elsewhere."""
-    for cols in (256, 1024, 4096, 8192):
-        run(form, (2, 4, cols), dtype)
+    for cols in (256, 1024, 4096, 8192, *((16383, 16384, 16392) if form in NORMS else ())):
+        run(form, (1, 4, cols), dtype)
     assert 0 < max(call["shared"] for call in cuda.done) <= 99 * 1024
 
 
 # ---- addresses and order -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["gated", "layer", "add"])
-@pytest.mark.parametrize("tensor", range(14))  # of those that a struct points to
+@pytest.mark.parametrize("form", ["add_layer_norm", "gated", "layer", "add"])
+@pytest.mark.parametrize("tensor", range(-1, 14))  # all, and each that a struct points to
 def test_one_tensor_that_is_not_aligned(cuda, tensor, form):
     cuda.set(shift=4, misaligned=tensor)
-    with cuda.sanitized("address" if form == "gated" else "plain", *NORM):
-        check(make(form, (3, 4, 72), p=0.0 if form == "gated" else 0.2))
+    is_branch = form in ("layer", "add")
+    with cuda.sanitized("plain" if is_branch else "address", *NORM):
+        for cols in (72, 2056) if form in NORMS else (72,):
+            check(make(form, (1, 3, cols) if form in NORMS else (3, 4, cols), p=0.2 * is_branch))
 
 
-@pytest.mark.parametrize("form", ["gated", "rms", "add"])
+@pytest.mark.parametrize("form", [*NORMS, "gated", "rms", "add"])
 @pytest.mark.parametrize("cols", [72, 33, 2056])
-@pytest.mark.parametrize("batch, tokens", [(1, 100), (3, 9)])
-def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, batch, tokens, cols, form):
-    case = make(form, (batch, tokens, cols), p=0.0 if form == "gated" else 0.1)
+def test_bitwise_equal_in_any_order_of_blocks_and_threads(cuda, cols, form):
+    case = make(form, (3, 33, cols), p=0.1 if form in ("rms", "add") else 0.0)
     expected = results(case.ours, case)
     for seed in range(1, 3):
         cuda.set(seed=seed)
@@ -264,16 +269,3 @@ def test_sanitizers_are_silent(cuda, build):
             run("gated", (2, tokens, cols), scale=per)
         for scale, tokens, cols in (("both", 9, 72), ("rows", 4, 33), ("both", 3, 1032)):
             run("layer", (3, tokens, cols), F16, scale, p=0.2)
-
-
-def test_a_seed_is_one_stream_on_both(cuda):
-    """DropPath's factors, drawn under the emulator, are the CPU's."""
-    x = torch.ones(100, 4)
-    torch.manual_seed(2)
-    found = functional.drop_path_scale(x, 0.5)
-    torch.manual_seed(2)
-    seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64)
-    assert torch.equal(found, CPUS(torch.ones(100), None, seed, 0.5, None))
-
-
-CPUS = torch.ops.onepass.dropout_forward.default

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import onepass
 from onepass import functional, numerics
 from tests.emulator.executors import everywhere
-from tests.norm.forms import BF16, F16, F32, F64, dtypes, each_form, make
+from tests.norm.forms import BF16, BRANCHES, F16, F32, F64, MODULATED, dtypes, make
 
 pytestmark = pytest.mark.isa
 
@@ -50,24 +49,17 @@ def test_modules_of_branches():
     drop_path = onepass.nn.DropPath(0.12345)
     assert repr(drop_path) == "DropPath(drop_prob=0.123)" and not drop_path.state_dict()
     assert drop_path.scale_by_keep is True and onepass.nn.DropPath().drop_prob == 0.0
-    scale = onepass.nn.LayerScale(8, init_values=0.5, dtype=BF16)
+    scale, x = onepass.nn.LayerScale(8, init_values=0.5, dtype=BF16), torch.randn(2, 3, 8)
     assert list(scale.state_dict()) == ["gamma"] and scale.gamma.dtype == BF16
-    assert torch.equal(scale.gamma, torch.full((8,), 0.5, dtype=BF16))
-    x = torch.randn(2, 3, 8)
     assert torch.equal(scale(x), x * 0.5)
     into = onepass.nn.LayerScale(8, 0.5, inplace=True).requires_grad_(False)
     assert into(x) is x
-    norm = onepass.nn.AddLayerNorm(8)
-    gamma, factors = torch.randn(8), torch.tensor([0.0, 2.0])
-    found = norm(x, x, gamma, factors)
-    expected = functional.add_layer_norm(
-        x, x, 8, norm.weight, norm.bias, column_scale=gamma, row_scale=factors
-    )
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    rms = onepass.nn.AddRMSNorm(8)
-    found = rms(x, x, row_scale=factors)
-    assert torch.equal(found[1][0], x[0]) and torch.equal(found[1][1], 3 * x[1])
+    norm, gamma, factors = onepass.nn.AddLayerNorm(8), torch.randn(8), torch.tensor([0.0, 2.0])
+    scales = {"column_scale": gamma, "row_scale": factors}
+    expected = functional.add_layer_norm(x, x, 8, norm.weight, norm.bias, **scales)
+    assert all(map(torch.equal, norm(x, x, gamma, factors), expected))
+    _, h = onepass.nn.AddRMSNorm(8)(x, x, row_scale=factors)
+    assert torch.equal(h, x * torch.tensor([1.0, 3.0]).view(2, 1, 1))
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -75,28 +67,13 @@ def test_modulated_norms(rms):
     name = "RMSNorm" if rms else "LayerNorm"
     module = getattr(onepass.nn, f"Modulated{name}")(16, eps=1e-3)
     case = make("gated", (2, 5, 16), rms=rms)
-    case.eps = 1e-3
-    t = case.tensors
+    case.eps, t = 1e-3, case.tensors
     found = module(t["input"], t["scale"], t["shift"], t["residual"], t["gate"])
-    for one, other in zip(found, case.ours(**t), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found, case.ours(**t)))
     assert torch.is_tensor(module(t["input"], t["scale"]))
     assert not list(module.parameters()) and not module.state_dict()
     assert repr(module) == f"Modulated{name}((16,), eps=0.001)"
     assert getattr(onepass.nn, f"Modulated{name}")((4, 16)).eps == (None if rms else 1e-5)
-
-
-@pytest.mark.parametrize("format", [torch.channels_last, torch.contiguous_format])
-def test_drop_path_of_images(format):
-    x = torch.randn(6, 4, 3, 5).to(memory_format=format).requires_grad_()
-    torch.manual_seed(1)
-    y = onepass.nn.DropPath(0.5)(x)
-    assert y.is_contiguous(memory_format=format)
-    torch.manual_seed(1)
-    factors = functional.drop_path_scale(x, 0.5)
-    assert torch.equal(y, x * factors.view(6, 1, 1, 1))
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(gradient, factors.view(6, 1, 1, 1).expand_as(x))
 
 
 # ---- as models have them -------------------------------------------------------------------------
@@ -141,89 +118,25 @@ def test_diffusers_ada_layer_norm_zero(normalization, dtype):
         numerics.assert_close(*three)
 
 
-@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_diffusers_ada_layer_norm_continuous(normalization, dtype, kind):
-    module = normalization.AdaLayerNormContinuous(
-        48, 32, elementwise_affine=False, eps=1e-6, norm_type=kind
-    )
-    parts = module.linear(module.silu(torch.randn(3, 32))).detach()
-    module.silu = module.linear = torch.nn.Identity()
-
-    def ours(x, parts):
-        scale, shift = parts.chunk(2, dim=1)
-        function = getattr(functional, f"modulated_{kind}")
-        return (function(x, 48, scale, shift, 1e-6),)
-
-    x = torch.randn(3, 20, 48)
-    for three in three_ways(ours, lambda *t: (module(*t),), x, parts, dtype=dtype):
-        numerics.assert_close(*three)
-
-
-def test_diffusers_fp32_layer_norm_of_a_float32_timestep(normalization):
-    """As Wan's block: float32 modulation of a bfloat16 stream, in float32 and back."""
-    norm = normalization.FP32LayerNorm(64, eps=1e-6, elementwise_affine=False)
-    table = torch.randn(2, 6, 64)
-    shift, scale, gate = table.chunk(6, dim=1)[:3]
-    x, branch = torch.randn(2, 9, 64).to(BF16), torch.randn(2, 9, 64).to(BF16)
-
-    def theirs(x, branch, of):
-        h = (x.to(of) + branch.to(of) * gate.to(of)).to(x.dtype)
-        return (norm(h.to(of)) * (1 + scale.to(of)) + shift.to(of)).to(x.dtype), h
-
-    ours = functional.modulated_layer_norm(branch, 64, scale, shift, 1e-6, residual=x, gate=gate)
-    assert torch.equal(ours[1], theirs(x, branch, F32)[1])
-    h = ours[1].double()
-    exact = F.layer_norm(h, (64,), eps=1e-6) * (1 + scale.double()) + shift.double()
-    numerics.assert_close(ours[0], exact, theirs(x, branch, F32)[0])
-
-
-class TimmsBlock(torch.nn.Module):
-    """The second half of a block of timm's VisionTransformer, as timm writes it."""
-
-    def __init__(self, dim: int, scale: torch.nn.Module, drop_path: torch.nn.Module):
-        super().__init__()
-        self.ls, self.drop_path, self.norm = scale, drop_path, torch.nn.LayerNorm(dim)
-
-    def forward(self, branch, x):
-        x = x + self.drop_path(self.ls(branch))
-        return self.norm(x), x
-
-
 @dtypes
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_a_block_of_a_vision_transformer(p, dtype):
-    """Separate modules, and one call: the same seed drops the same samples."""
-    ours = TimmsBlock(64, onepass.nn.LayerScale(64, 0.1), onepass.nn.DropPath(p)).to(dtype)
+    """Separate modules, as timm writes them, and one call: the same seed drops the same samples."""
+    scale, drop_path = onepass.nn.LayerScale(64, 0.1).to(dtype), onepass.nn.DropPath(p)
+    norm = torch.nn.LayerNorm(64).to(dtype)
     branch, x = torch.randn(6, 9, 64).to(dtype), torch.randn(6, 9, 64).to(dtype)
     torch.manual_seed(1)
-    modules = ours(branch, x)
+    stream = x + drop_path(scale(branch))
     torch.manual_seed(1)
-    fused = functional.add_layer_norm(
-        branch,
-        x,
-        64,
-        ours.norm.weight,
-        ours.norm.bias,
-        column_scale=ours.ls.gamma,
-        row_scale=ours.drop_path.row_scale(branch),
-    )
+    scales = {"column_scale": scale.gamma, "row_scale": drop_path.row_scale(branch)}
+    fused = functional.add_layer_norm(branch, x, 64, norm.weight, norm.bias, **scales)
     if dtype in (F32, F64):  # 16-bit modules round between
-        torch.testing.assert_close(fused, modules)
+        torch.testing.assert_close(fused, (norm(stream), stream))
     kept = (fused[1] != x).flatten(1).any(1)
-    assert torch.equal(kept, (modules[1] != x).flatten(1).any(1))
-    assert kept.all() == (p == 0.0)
+    assert torch.equal(kept, (stream != x).flatten(1).any(1)) and kept.all() == (p == 0.0)
 
 
 # ---- inside torch --------------------------------------------------------------------------------
-
-
-def call_of(case):
-    """A function of the case's tensors in their order, and these."""
-    names = list(case.tensors)
-    return lambda *tensors: case.ours(**dict(zip(names, tensors, strict=True))), [
-        case.tensors[name].requires_grad_() for name in names
-    ]
 
 
 def test_compiled_modules_drop_what_eager_ones_do():
@@ -239,7 +152,7 @@ def test_compiled_modules_drop_what_eager_ones_do():
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@each_form
+@pytest.mark.parametrize("form", [*MODULATED, *BRANCHES])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("scale", [F32, BF16], ids=str)
 def test_dtypes_under_autocast_are_those_without_scales(dtype, scale, form):
@@ -253,20 +166,3 @@ def test_dtypes_under_autocast_are_those_without_scales(dtype, scale, form):
             case.row_scale = None
             plain = case.ours(**{n: t for n, t in t.items() if n != "column_scale"})
     assert [t.dtype for t in found] == [t.dtype for t in plain]
-
-
-def test_explain_names_the_kernels():
-    x, c, r = torch.randn(2, 64, 64, requires_grad=True), torch.randn(64), torch.ones(2)
-    modulated, leaves = call_of(make("gated", (2, 64, 64)))
-
-    def call():
-        y, h = functional.add_layer_norm(x, x, 64, column_scale=c, row_scale=r)
-        z = functional.add_dropout(y, h, 0.0, column_scale=c, row_scale=r)
-        (z.sum() + sum(t.sum() for t in modulated(*leaves))).backward()
-
-    text = str(onepass.explain(call))
-    for name in ("add_layer_norm", "add_dropout", "modulated_layer_norm"):
-        assert f"{name} (128 x 64" in text and f"{name}_backward (128 x 64" in text
-    assert "norm_forward_kernel" in text and "norm_backward_kernel" in text
-    assert "column_scale float32, row_scale" in text
-    assert "a scale for 64 rows, gate float32" in text

@@ -1,7 +1,7 @@
 """Layer norm and RMS norm, plain and after a residual add: values, gradients, layouts, extremes.
 
 Every result is held to the reference in float64 by the numerics rule; `base` is torch's function.
-On every executor, except tests of threads and sizes.
+On every executor, except tests of threads and sizes. test_forms.py has what holds for all forms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onepass import functional
-from tests.emulator.executors import Executor, everywhere
+from tests.emulator.executors import everywhere
 from tests.norm.cases import (
     ALIGNED,
     DTYPES,
@@ -60,13 +60,15 @@ def test_longest_rows(executor, rms, residual, dtype):
         check(make(rms, 3, cols, dtype, residual=residual))
 
 
-@kinds
-def test_rows(executor, rms, residual):
-    # Many rows are several chunks for the weight gradients, 33 are one chunk and one row.
-    for rows in (1, 2, 3, 4, 33, 300 if executor.name == "emulated" else 5000):
-        check_draws(rms, rows, 96, residual=residual, draws=executor.draws)
-    if not executor.is_cuda:  # CUDA takes four such rows at a time
-        check_draws(rms, 7, 4100, residual=residual, draws=executor.draws)
+# A batch of 2048 and of 16384 tokens; then more rows than any chunk count divides evenly.
+# torch sums rms_norm's weight gradient in a cascade, with an error that hardly grows with the rows.
+@rms_or_layer
+@pytest.mark.parametrize("rows, cols", [(2048, 96), (16_384, 64), (100_003, 3)])
+def test_weight_gradients_over_many_rows(rms, rows, cols):
+    cases = [make(rms, rows, cols, bias=False, seed=s) for s in range(6 if cols < 16 else 2)]
+    for case in cases:
+        case.gradients = (torch.randn_like(case.input) + 0.5,)
+    check(*cases, wrt=["weight"])
 
 
 @kinds
@@ -75,13 +77,6 @@ def test_mixed_dtypes(executor, rms, residual):
         options = dict(weight_dtype=weight, residual=residual, residual_in=stream)
         for cols in (129, 136) if executor.is_cuda else (129, 8200):
             check_draws(rms, (3, 5), cols, input, **options, draws=executor.draws)
-
-
-@everywhere
-@kinds
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_16_bit_results_are_unbiased(rms, residual, dtype):
-    check(make(rms, 128, 256, dtype, residual=residual))  # enough for the rule's bias
 
 
 @rms_or_layer
@@ -117,27 +112,6 @@ def test_optional_weight_and_bias(executor, weight, bias):
             )
 
 
-@everywhere
-@kinds
-def test_many_dimensions_in_normalized_shape(rms, residual):
-    case = make(rms, (4, 5), 6 * 7, residual=residual)
-    case.shape = (6, 7)
-    for name, tensor in case.tensors().items():
-        setattr(case, name, tensor.unflatten(-1, (6, 7)))
-    check(case)
-
-
-@kinds
-def test_gradients_for_some_arguments_only(executor, rms, residual):
-    # The kernels of longer rows treat both kinds alike here.
-    for cols in (65, 72, 2056, LONG[F32]) if executor.is_cuda and residual > rms else (65,):
-        for wrt in (["input"], ["weight"], ["bias"], ["residual"], ["input", "weight"]):
-            case = make(rms, 21 if cols < 100 else 5, cols, residual=residual)
-            case.dropout_p = 0.25 if residual else 0.0
-            if set(wrt) <= set(case.tensors()):
-                check(case, wrt=wrt)
-
-
 @rms_or_layer
 @pytest.mark.parametrize("through", ["y", "residual_out"])
 def test_gradients_through_one_output(executor, rms, through):
@@ -148,64 +122,28 @@ def test_gradients_through_one_output(executor, rms, through):
     check(*cases)
 
 
-@everywhere
-@kinds
-def test_one_dimension(rms, residual):
-    cases = [make(rms, (), 33, residual=residual, seed=seed) for seed in range(2)]
-    assert cases[0].input.shape == (33,)
-    check(*cases)
-
-
 # ---- layouts ------------------------------------------------------------------------------------
-
-
-def check_laid_out(executor: Executor, change, *arguments, **keywords) -> None:
-    """A case whose tensors get other layouts by `change`. On the CPU results are bitwise those of
-    dense tensors; on CUDA rows that 16 bytes do not divide are summed in another order."""
-    draws = [make(*arguments, seed=seed, **keywords) for seed in range(executor.draws)]
-    cases = [dataclasses.replace(dense) for dense in draws]
-    for case in cases:
-        change(case)
-    check(*cases)
-    for case, dense in zip(cases, draws, strict=True) if not executor.is_cuda else ():
-        dense.gradients = case.gradients
-        for one, other in zip(results(case), results(dense), strict=True):
-            assert torch.equal(one, other), case.text
 
 
 @kinds
 def test_rows_in_three_dimensions(executor, rms, residual):
-    """Every tensor with its own strides, and columns for each way of computing a row's offset."""
-
-    def change(case):
-        case.input = torch.nn.functional.pad(case.input.transpose(0, 1), (0, 8))
-        case.input = case.input[..., :-8].transpose(0, 1)
-        if residual:
-            case.residual = case.residual.transpose(0, 2).contiguous().transpose(0, 2)
-
+    """Every tensor with its own strides, and columns for each way of computing a row's offset. On
+    the CPU results are bitwise those of dense tensors; on CUDA rows that 16 bytes do not divide are
+    summed in another order."""
     wide = ((2, 1, 3), LONG[F32])
     for rows, cols in (((3, 4, 5), 88), ((49, 7, 11), 8), ((3, 4, 5), 33), ((2, 3, 2), 1000), wide):
-        check_laid_out(executor, change, rms, rows, cols, residual=residual)
-
-
-@kinds
-def test_four_row_dimensions_that_do_not_merge(executor, rms, residual):
-    def change(case):
-        case.input = case.input.permute(3, 1, 2, 0, 4).contiguous().permute(3, 1, 2, 0, 4)
-
-    check_laid_out(executor, change, rms, (3, 4, 5, 6), 24, residual=residual)
-
-
-@everywhere
-@kinds
-@pytest.mark.parametrize("size", [(0, 8), (3, 0, 8), (3, 0), (0, 0)])
-def test_empty(rms, residual, size):
-    case = make(rms, size[:-1], size[-1], residual=residual)
-    outputs, gradients = outputs_and_gradients(case.ours, case)
-    assert outputs["y"].shape == size
-    for name, gradient in gradients.items():
-        assert gradient.shape == getattr(case, name).shape
-        assert not gradient.any()
+        draws = [make(rms, rows, cols, residual=residual, seed=s) for s in range(executor.draws)]
+        cases = [dataclasses.replace(dense) for dense in draws]
+        for case in cases:
+            padded = torch.nn.functional.pad(case.input.transpose(0, 1), (0, 8))
+            case.input = padded[..., :-8].transpose(0, 1)
+            if residual:
+                case.residual = case.residual.transpose(0, 2).contiguous().transpose(0, 2)
+        check(*cases)
+        for case, dense in zip(cases, draws, strict=True) if not executor.is_cuda else ():
+            dense.gradients = case.gradients
+            for one, other in zip(results(case), results(dense), strict=True):
+                assert torch.equal(one, other), case.text
 
 
 # ---- contracts ----------------------------------------------------------------------------------
@@ -269,13 +207,22 @@ def test_mean_far_above_the_deviation(dtype, mean):
         check(case)
 
 
-def test_one_outlier():
-    # On the CPU: in CUDA's kernels y at the outlier is an eighth less exact than the rule allows.
-    # The outlier's own gradient is a difference of nearly equal terms: a few draws say little.
-    cases = [make(False, 33, 1000, seed=seed) for seed in range(6)]
-    for case in cases:
-        case.input[:, 0] = 1e6
-    check(*cases)
+@pytest.mark.parametrize("cols", [100, 768, 5000])
+def test_rows_that_begin_unlike_the_rest(executor, cols):
+    """Sums are taken around the mean of the first elements, if that is near the row's mean."""
+    for seed, height in enumerate((3.0, 1e2, 1e4, 1e6)):
+        case = make(False, 33, cols, seed=seed)
+        case.input[:, :70] += height  # more than four vectors of any level
+        check(case)
+    trend = make(False, 33, cols)
+    trend.input = trend.input + torch.linspace(0.0, 1e3, cols)
+    check(trend)
+    if not executor.is_cuda:  # whose y at the outlier is an eighth less exact than the rule allows
+        # The outlier's own gradient is a difference of nearly equal terms: a few draws say little.
+        cases = [make(False, 33, cols, seed=seed) for seed in range(6)]
+        for case in cases:
+            case.input[:, 0] = 1e6
+        check(*cases)
 
 
 @everywhere
@@ -285,22 +232,6 @@ def test_constant_rows(cols):
     case.input = torch.full_like(case.input, 3.7)  # which has no exact sum
     y = functional.layer_norm(case.input, (cols,), case.weight, case.bias)
     assert torch.equal(y, case.bias.expand_as(y))
-
-
-@everywhere
-@dtypes
-@pytest.mark.parametrize("residual", [False, True], ids=["layer_norm", "add_layer_norm"])
-@pytest.mark.parametrize("eps", [1e-5, 1e-12, 1e-30])
-def test_one_column_has_no_gradient(residual, dtype, eps):
-    """A large factor, 1 / sqrt(eps), of a difference that must be 0."""
-    case = make(False, 64, 1, dtype, residual=residual, eps=eps)
-    case.gradients = (torch.randn(64, 1).to(dtype),) * (1 + residual)
-    outputs, gradients = outputs_and_gradients(case.ours, case)
-    assert torch.equal(outputs["y"], case.bias.expand_as(case.input))
-    assert not gradients["weight"].any()
-    expected = case.gradients[1] if residual else torch.zeros_like(case.input)
-    for name in ("input", "residual") if residual else ("input",):
-        assert torch.equal(gradients[name], expected)
 
 
 @everywhere
@@ -316,52 +247,6 @@ def test_few_columns(rms, residual, dtype, cols, eps):
         summed = case.input if case.residual is None else case.input + case.residual
         case.input += equally_hard(summed, -1, centred=not rms) - summed
     check(*cases)
-
-
-@everywhere
-@pytest.mark.parametrize("cols", [100, 768, 5000])
-def test_rows_that_begin_unlike_the_rest(cols):
-    """Sums are taken around the mean of the first elements, if that is near the row's mean."""
-    cases = [make(False, 33, cols, seed=seed) for seed in range(4)]
-    for case, height in zip(cases, (3.0, 1e2, 1e4, 1e6), strict=True):
-        case.input[:, :70] += height  # more than four vectors of any level
-        check(case)
-    trend = make(False, 33, cols)
-    trend.input = trend.input + torch.linspace(0.0, 1e3, cols)
-    check(trend)
-
-
-@everywhere
-@kinds
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_not_finite_rows(rms, residual, value):
-    case = make(rms, 6, 50, residual=residual)
-    clean, _ = outputs_and_gradients(case.ours, case)
-    case.input[3, 17] = value
-    spoilt, _ = outputs_and_gradients(case.ours, case)
-    stock, _ = outputs_and_gradients(case.stock, case)
-    assert torch.equal(spoilt["y"][3].isnan(), stock["y"][3].isnan())
-    others = [0, 1, 2, 4, 5]
-    assert torch.equal(spoilt["y"][others], clean["y"][others])
-
-
-@everywhere
-@kinds
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_gradients_of_a_not_finite_row_stay_in_it(rms, residual, value):
-    case = make(rms, 6, 50, residual=residual)
-    _, clean = outputs_and_gradients(case.ours, case)
-    case.input[3, 17] = value
-    _, spoilt = outputs_and_gradients(case.ours, case)
-    _, stock = outputs_and_gradients(case.stock, case)
-    others = [0, 1, 2, 4, 5]
-    for name in ("input", "residual") if residual else ("input",):
-        assert torch.equal(spoilt[name][others], clean[name][others]), name
-        assert torch.equal(spoilt[name][3].isnan(), stock[name][3].isnan()), name
-    # A column sum over all rows contains the row's NaN; the bias's does not depend on the input.
-    assert torch.equal(spoilt["weight"].isnan(), stock["weight"].isnan())
-    if not rms:
-        assert torch.equal(spoilt["bias"], clean["bias"])
 
 
 @everywhere
@@ -397,15 +282,10 @@ def test_a_sum_beyond_float16_is_infinite_as_in_torch():
 @everywhere
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0, -1e-5])
 def test_eps_as_in_torch(eps):
-    check(make(False, 5, 33, eps=eps), make(False, 5, 33, eps=eps, seed=1))
-    check(make(True, 5, 33, eps=eps), make(True, 5, 33, eps=eps, seed=1))
-
-
-@everywhere
-def test_negative_eps_beyond_the_variance_is_nan_as_in_torch():
-    x = torch.randn(3, 8)
-    assert functional.layer_norm(x, (8,), eps=-100.0).isnan().all()
-    assert torch.nn.functional.layer_norm(x, (8,), eps=-100.0).isnan().all()
+    for rms in (False, True):
+        check_draws(rms, 5, 33, eps=eps, draws=2)
+    x = torch.randn(3, 8)  # below minus the variance
+    assert functional.layer_norm(x, (8,), eps=eps - 100.0).isnan().all()
 
 
 @everywhere
