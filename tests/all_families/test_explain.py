@@ -19,6 +19,19 @@ def calls_of(function, *args) -> list[dict]:
     return onepass.explain(function, *args).calls
 
 
+# What is told of the arguments, by function.
+ARGUMENTS = {
+    "add_layer_norm of a scaled branch": "dropout 0.3, column_scale float32, row_scale",
+    "modulated_layer_norm of a gated sum": "a scale for 3 rows, gate float32",
+    "group_norm": "2 x 8 x 30, 2 groups, channels first, input float32, weight float32, silu",
+    "gated_activation of halves": "relu of 6 x 20, halves of one tensor, gate float32",
+    "gelu_mul": "gelu_tanh of 6 x 40, contiguous, gate float32, up float32",
+    "cross_entropy": "6 x 40, float32, mean, weights, label_smoothing 0.1",
+    "linear with options": "6 x 40 by 40 x 24, float32 by float32, output float32, relu, dropout",
+    "rotary_embedding in place": "6 columns in distant pairs, float32, cos float32, in place",
+}
+
+
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n in CALLS and not CALLS[n].composed])
 def test_every_function_is_explained(name):
     call = CALLS[name]
@@ -27,6 +40,7 @@ def test_every_function_is_explained(name):
     for record in found:
         assert record["level"] == _C.cpu_level() and record["kernel"].endswith("_kernel")
         assert record["op"] in text_of(name) and record["reason"]
+        assert ARGUMENTS.get(name.removeprefix("functional."), "") in record["arguments"]
 
 
 def text_of(name: str) -> str:

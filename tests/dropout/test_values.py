@@ -207,18 +207,6 @@ def test_keep_rate_and_neighbours(p):
         assert abs(both - pair) < 5 * math.sqrt(3 * pair * (1 - pair) / n)
 
 
-# ---- torch --------------------------------------------------------------------------------------
-
-
-def test_inplace():
-    x = torch.randn(100)
-    torch.manual_seed(1)
-    expected = functional.dropout(x, 0.5)
-    torch.manual_seed(1)
-    y = onepass.nn.Dropout(0.5, inplace=True)(x)
-    assert y is x and torch.equal(x, expected)
-
-
 # ---- beside torch's dropout, which must pass the same tests --------------------------------------
 
 functions = pytest.mark.parametrize("function", [functional.dropout, F.dropout])
@@ -266,8 +254,11 @@ def test_in_place_on_a_view_of_a_hidden_tensor_reaches_its_gradient(function):
     assert torch.equal(leaf.grad, expected)
 
 
-def test_vmap_of_samples_that_are_not_contiguous():
-    model = onepass.nn.Dropout(0.5)
+def test_inplace_and_vmap_of_samples_that_are_not_contiguous():
     x = torch.ones(3, 2, 4, 5, 6).transpose(2, 3)
-    y = torch.vmap(model, randomness="different")(x)
+    y = torch.vmap(onepass.nn.Dropout(0.5), randomness="different")(x)
     assert y.shape == x.shape and 0 < int((y == 0).sum()) < y.numel()
+    torch.manual_seed(1)
+    expected = functional.dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert onepass.nn.Dropout(0.5, inplace=True)(x) is x and torch.equal(x, expected)
