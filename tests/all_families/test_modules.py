@@ -31,8 +31,11 @@ OPTIONS = {
         8, 2, 16, bias=False
     ),
 }
+LOSS = {"weight": torch.rand(30), "softcap": 2.0, "z_loss": 0.1}
 OWN = {
     "GroupNorm with silu": lambda of: of.GroupNorm(2, 8, activation="silu", dtype=BF16),
+    "CrossEntropyLoss": lambda of: of.CrossEntropyLoss(**LOSS),
+    "LinearCrossEntropyLoss": lambda of: of.LinearCrossEntropyLoss(8, 30, **LOSS),
     "GatedMLP with biases": lambda of: of.GatedMLP(8, 24, "gelu", bias=True, dtype=BF16),
     "AddRMSNorm": lambda of: of.AddRMSNorm(8, dropout_p=0.5, residual_dtype=torch.float32),
     "ModulatedLayerNorm": lambda of: of.ModulatedLayerNorm((8,), eps=0.5),

@@ -34,6 +34,7 @@ KEPT = {
     "gated_activation of halves": ("gate",),
     "silu_mul": ("gate", "up"),
     "gelu_mul": ("gate", "up"),
+    "cross_entropy": ("input", "target", "weight", (3, 6), ()),
     "linear": NORM,
     "linear with options": (*NORM, (6, 24), SEED),
     "scaled_dot_product_attention": (*ATTENTION, "attn_mask", (2, 4, 5), (2, 4, 5)),
@@ -48,8 +49,8 @@ KEPT = {
         "query", "key", "query_weight", "key_weight", *TABLES,
     ),
 }  # fmt: skip
-# Losses keep gradients, and a merge is torch's.
-ELSEWHERE = ("cross_entropy", "linear_cross_entropy", "merge_attention_states")
+# A loss with a layer keeps gradients, and a merge is torch's.
+ELSEWHERE = ("linear_cross_entropy", "merge_attention_states")
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -63,6 +64,20 @@ def test_what_is_kept(name):
     places |= {tensor.data_ptr(): n for n, tensor in given.items()}
     found = [str(places.get(t.data_ptr(), tuple(t.shape))) for t in saved]
     assert sorted(found) == sorted(map(str, KEPT[name]))
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if n.startswith("functional.")])
+def test_nothing_is_kept_without_a_gradient(name):
+    call, saved = CALLS[name], []
+    given = call.tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        call.results(given)
+        with torch.no_grad():
+            call.results({n: t.requires_grad_(call.differentiable) if n in call.wanted(given) else t
+                          for n, t in given.items()})  # fmt: skip
+    assert saved == []
+    with torch.inference_mode():
+        assert all(y.is_inference() for y in call.results(call.tensors()))
 
 
 def test_every_function_is_here():

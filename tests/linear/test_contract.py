@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import itertools
@@ -141,47 +140,41 @@ def test_a_guard_ends_the_process():
     assert found == dict.fromkeys(("begin", "end"), "killed by SIGSEGV")
 
 
-@contextlib.contextmanager
-def poisoned_memory():
-    """malloc fills new memory with 0x7f: glibc's M_PERTURB."""
-    mallopt, perturb = ctypes.CDLL(None).mallopt, -6
-    mallopt(perturb, 0x80)
-    try:
-        yield
-    finally:
-        mallopt(perturb, 0)
-
-
 @pytest.mark.isa
 @dtypes
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 4, 5), (7, 0, 5), (7, 5, 0), (300, 200, 100)])
 def test_every_element_is_written(shape, dtype):
-    """And no scratch memory is read before it is written."""
+    """And no scratch memory is read before it is written: malloc fills new memory with 0x7f
+    (glibc's M_PERTURB)."""
     case = make(*shape, dtype)
-    expected = every_result(case)
-    with poisoned_memory():
-        fresh = torch.empty(1000)
-        assert (bits(fresh) == 0x7F7F7F7F).all()
+    expected, mallopt, perturb = every_result(case), ctypes.CDLL(None).mallopt, -6
+    mallopt(perturb, 0x80)
+    try:
+        assert (bits(torch.empty(1000)) == 0x7F7F7F7F).all()
         found = every_result(case)
+    finally:
+        mallopt(perturb, 0)
     assert_same_bits(found, expected)
 
 
 # ---- tensors kept for the backward ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("activation, p", [(None, 0.0), (None, 0.5), ("gelu", 0.0), ("gelu", 0.5)])
 @subsets
-def test_only_what_the_backward_needs_is_kept(wrt):
-    """input's gradient takes the weight, weight's the input, and bias's neither."""
-    case, saved = make(6, 4, 5), []
+def test_only_what_the_backward_needs_is_kept(wrt, activation, p):
+    """input's gradient takes the weight, weight's the input, and bias's neither; an activation its
+    argument, dropout the seed. Nothing for a residual alone."""
+    case, saved = make(6, 4, 5, residual=F32), []
+    case.residual.requires_grad_()
     for name in wrt:
         getattr(case, name).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        functional.linear(**case.tensors())
-    pointers = {tensor.data_ptr() for tensor in saved}
-    wanted = {"weight"} if "input" in wrt else set()
-    wanted |= {"input"} if "weight" in wrt else set()
-    assert pointers == {getattr(case, name).data_ptr() for name in wanted}
-    assert len(saved) == len(wanted)
+        functional.linear(**case.tensors(), activation=activation, dropout_p=p)
+    wanted = [(5, 4)] * ("input" in wrt) + [(6, 4)] * ("weight" in wrt)
+    if wrt:
+        wanted += [(6, 5)] * (activation is not None) + [(2,)] * (p > 0)
+    assert sorted(tuple(t.shape) for t in saved) == sorted(wanted)
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-import torch.nn.functional as F
 
-from onepass import functional
-from tests.linear.cases import NAMES, Case, backward, check, dtypes, layer_gradients, make, results
-from tests.support.dtypes import F32
-from tests.support.layouts import strided
+from tests.linear.cases import backward, check, dtypes, layer_gradients, make
 from tests.support.results import assert_same_bits
 
 pytestmark = pytest.mark.isa
@@ -28,14 +22,6 @@ def test_the_gradient_lies_as_the_weight_does(dtype):
     assert found["dweight"].stride() == case.weight.stride() == (1, 33)
     _, alone, _ = backward(case.doutput, case.input, case.weight, weight_dtype=dtype)
     assert torch.equal(alone, expected["dweight"]) and alone.stride() == (1, 33)
-
-
-def test_one_tensor_as_input_and_weight():
-    x = torch.randn(9, 9, dtype=torch.float64, requires_grad=True)
-    gradients = [
-        torch.autograd.grad(f(x, x).pow(2).sum(), x)[0] for f in (functional.linear, F.linear)
-    ]
-    torch.testing.assert_close(*gradients)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -66,28 +52,3 @@ def test_empty(rows, in_features, out_features, bias, dtype):
     sizes = rows, in_features, out_features
     draws = 8 if in_features == 0 and bias else 1  # only such sums have errors
     check(*(make(*sizes, dtype, bias=bias, seed=seed) for seed in range(draws)))
-
-
-def test_a_vector():
-    case = make((), 33, 17)
-    assert functional.linear(**case.tensors()).shape == (17,)
-    found = results(functional.linear, case)
-    stacked = Case(case.input[None], case.weight, case.bias, case.doutput[None])
-    expected = results(functional.linear, stacked)
-    assert_same_bits(
-        found, {n: v[0] if n in ("output", "input") else v for n, v in expected.items()}
-    )
-
-
-def test_any_combination_of_layouts():
-    """Rows of doutput, input and weight, each by itself: read in place, or copied."""
-    plain = make((6, 5), 24, 30)
-    asked = dict.fromkeys((f"{name}_dtype" for name in NAMES), F32)
-    expected = backward(plain.doutput, plain.input, plain.weight, **asked)
-    layouts = ("wide rows", "columns first", "transposed rows")
-    for of_doutput, of_input in itertools.product(layouts, layouts):
-        for weight in (plain.weight, plain.weight.t().contiguous().t()):
-            doutput, input = strided(plain.doutput, of_doutput), strided(plain.input, of_input)
-            found = backward(doutput, input, weight, **asked)
-            for one, other in zip(found, expected, strict=True):
-                assert torch.equal(one, other), (of_doutput, of_input)

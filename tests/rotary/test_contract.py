@@ -91,19 +91,13 @@ def test_dimensions_of_key_with_tokens_first(shape):
 
 
 def test_operators_of_a_raw_call():
-    q, cos = torch.ones(2, 4, 5, 8), torch.ones(5, 8)
-    rest = (None, 8, False, False, False, False)
-    query, key = OP(q, None, cos, cos, *rest)
+    q, cos, weight = torch.ones(2, 4, 5, 8), torch.ones(5, 8), torch.ones(8)
+    rest, options = (None, 8, False), (False, False, weight, None)
+    query, key = OP(q, None, cos, cos, *rest, False, False, False)
     assert query.shape == q.shape and key.shape == (0,)
     for op in (OP, torch.ops.onepass.rotary_forward_check):
         with pytest.raises(RuntimeError, match="rotary_embedding: query must have 4 dimensions"):
-            op(q[0], None, cos, cos, *rest)
-
-
-def test_operators_of_a_raw_call_with_weights():
-    q, cos, weight = torch.ones(2, 4, 5, 8), torch.ones(5, 8), torch.ones(8)
-    rest = (None, 8, False)
-    options = (False, False, weight, None)
+            op(q[0], None, cos, cos, *rest, False, False, False)
     with pytest.raises(RuntimeError, match="eps must be given with a weight, got none"):
         OP(q, None, cos, cos, *rest, False, *options)
     with pytest.raises(RuntimeError, match="transposed must be False with a weight, got True"):
@@ -135,11 +129,9 @@ def test_tables_get_no_gradient(name, norms):
     with torch.no_grad():
         functional.rotary_embedding(**tensors)
 
-    def through_vmap(table):
-        def of(table):
-            return functional.rotary_embedding(**tensors | {name: table})[0]
+    def of(table):
+        return functional.rotary_embedding(**tensors | {name: table})[0].sum()
 
-        return torch.vmap(of)(table.expand(3, -1, -1)).sum()
-
+    stack = tensors[name].detach().expand(3, -1, -1)
     with pytest.raises(RuntimeError, match=f"{name} must not require a gradient, got one that"):
-        torch.func.grad(through_vmap)(tensors[name].detach())
+        torch.func.grad(lambda tables: torch.vmap(of)(tables).sum())(stack)

@@ -13,15 +13,6 @@ from tests.support.dtypes import BF16, F16, F32
 pytestmark = [everywhere, pytest.mark.isa]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_no_angle_changes_nothing(dtype):
-    case = Case(dtype)
-    tensors = case.tensors()
-    tensors["cos"], tensors["sin"] = torch.ones(5, 32).to(dtype), torch.zeros(5, 32).to(dtype)
-    for name, output in zip(("query", "key"), functional.rotary_embedding(**tensors), strict=True):
-        assert torch.equal(output, tensors[name])
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("head_dim", [48, 45])
 def test_columns_that_are_not_rotated_are_the_same_bits(head_dim, dtype):

@@ -176,17 +176,12 @@ def test_messages(trained):
         functional.rotary_embedding(**right, inplace="yes")
 
 
-def test_negative_views_are_refused():
-    tensors = Case().tensors()
-    tensors["key"] = torch._neg_view(tensors["key"])
-    with pytest.raises(RuntimeError, match="key must not be a negative view"):
-        functional.rotary_embedding(**tensors, inplace=True)
-
-
-def test_lazy_clones_get_memory_of_their_own():
+def test_negative_views_are_refused_and_lazy_clones_get_memory_of_their_own():
     tensors = Case(key_heads=4).tensors()
-    tensors["key"] = torch._lazy_clone(tensors["query"])
-    checked(Case(key_heads=4), tensors)
+    negative = tensors | {"key": torch._neg_view(tensors["key"])}
+    with pytest.raises(RuntimeError, match="key must not be a negative view"):
+        functional.rotary_embedding(**negative, inplace=True)
+    checked(Case(key_heads=4), tensors | {"key": torch._lazy_clone(tensors["query"])})
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -229,51 +224,21 @@ def test_nothing_of_the_rows_is_saved():
     assert [t.data_ptr() for t in saved] == kept * 2
 
 
-def test_norms_need_the_rows_for_their_backward():
-    for wanted in ("query", "key_weight"):
-        tensors = Case(norms=BOTH).tensors()
-        tensors[wanted].requires_grad_()
-        before = tensors["query"].detach().clone()
-        message = "inplace must be False with a weight where a gradient is required"
-        with pytest.raises(RuntimeError, match=f"^rotary_embedding: {message}"):
-            functional.rotary_embedding(**tensors, inplace=True)
-        assert torch.equal(tensors["query"], before)
-        with torch.no_grad():
-            functional.rotary_embedding(**tensors, inplace=True)
-        assert not torch.equal(tensors["query"], before)
+@pytest.mark.parametrize("wanted", ["query", "key_weight"])
+def test_norms_need_the_rows_for_their_backward(wanted):
+    tensors = Case(norms=BOTH).tensors()
+    tensors[wanted].requires_grad_()
+    before = tensors["query"].detach().clone()
+    message = "inplace must be False with a weight where a gradient is required"
+    with pytest.raises(RuntimeError, match=f"^rotary_embedding: {message}"):
+        functional.rotary_embedding(**tensors, inplace=True)
+    assert torch.equal(tensors["query"], before)
+    with torch.no_grad():
+        functional.rotary_embedding(**tensors, inplace=True)
+    assert not torch.equal(tensors["query"], before)
 
 
 # ---- compilers and transforms --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "backend, gradients",
-    [
-        ("aot_eager", True),
-        *(pytest.param("inductor", trained, marks=pytest.mark.slow) for trained in (False, True)),
-    ],
-)
-def test_compile_fullgraph(backend, gradients):
-    torch._dynamo.reset()
-
-    def function(query, key, cos, sin):
-        query, key = query * 2, key * 3
-        found = functional.rotary_embedding(query, key, cos, sin, inplace=True)
-        assert found[0] is query
-        return query * 1.5, key
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
-    for batch, tokens in ((2, 5), (3, 9)):
-        tensors = Case(batch=batch, tokens=tokens, tokens_first=True).tensors()
-        leaves = [tensors[name].requires_grad_(gradients) for name in BOTH]
-        results = []
-        for call in (compiled, function):
-            outputs = call(**tensors)
-            results.append([*outputs])
-            if gradients:
-                results[-1] += torch.autograd.grad([x.sin().sum() for x in outputs], leaves)
-        for ours, eager in zip(*results, strict=True):
-            assert torch.equal(ours, eager)
 
 
 class Rotated(torch.nn.Module):

@@ -48,20 +48,6 @@ def llama(name, **options):
     return theirs, functools.partial(functional.rotary_embedding, **options)
 
 
-def with_the_rest(q, k, rotary_dim, function):
-    """As in Phi, whose function takes the rotated columns alone."""
-    turned = function(q[..., :rotary_dim], k[..., :rotary_dim])
-    return [torch.cat((y, x[..., rotary_dim:]), -1) for y, x in zip(turned, (q, k), strict=True)]
-
-
-def phi():
-    def theirs(q, k, cos, sin):
-        apply = of_model("phi").apply_rotary_pos_emb
-        return with_the_rest(q, k, cos.shape[-1], lambda q, k: apply(q, k, cos, sin))
-
-    return theirs, functional.rotary_embedding
-
-
 def deepseek_v3():
     """It reads neighbours as pairs and writes halves: the same numbers in another order."""
 
@@ -97,7 +83,6 @@ MODELS = {
     "qwen3": (llama("qwen3"), HEAD_DIM, False),
     "gemma3": (llama("gemma3"), HEAD_DIM, False),
     "gpt_neox": (llama("gpt_neox"), HEAD_DIM // 4, False),
-    "phi": (phi(), HEAD_DIM // 2, False),
     "cohere": (llama("cohere", interleaved=True), HEAD_DIM, True),
     "deepseek_v3": (deepseek_v3(), HEAD_DIM, False),
     "deepseek_v2": (deepseek_v2(), HEAD_DIM, True),
