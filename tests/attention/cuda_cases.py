@@ -133,39 +133,3 @@ BRANCHES = {
 BRANCHES_OF_KINDS = [(name, kind) for name in BRANCHES for kind in (BF16, F32)]
 BRANCHES_OF_KINDS += [(name, "tf32") for name in ("paged", "masks", "unaligned")]
 branches = pytest.mark.parametrize("name, kind", BRANCHES_OF_KINDS, ids=str)
-
-
-# ---- pairs of options ----------------------------------------------------------------------------
-
-# Any two values of any two options occur together at least once.
-AXES = dict(
-    head_dim=(8, 64, 72, 128, 160, 264),
-    length=[(150, 230), (1, 200), (130, 3), (33, 97), (96, 64)],
-    bias=[None, "", "b", "h", "q", "bhq"],
-    mask=[None, "", "h", "bq", "bhq"],
-    window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False),
-            (0, 0, False)],
-    storage=["dense", "dense", "used", "packed", "packed used", "paged"],
-    kind=KINDS,
-    group=[(2, 2), (4, 2), (3, 1)],
-    alibi=[None, "", "b"],
-    sinks=[None, F32, "dtype"],
-    dropout_p=[0.0, 0.3],
-    softcap=[0.0, 2.0],
-    dlse=[False, True],
-    value_dim=[0, 24, 72],
-)  # fmt: skip
-
-
-def every_third(rows: list[dict]) -> list:
-    """Cases of a test, of which every third is quick."""
-    slow = [[pytest.mark.slow] if number % 3 else [] for number in range(len(rows))]
-    return [
-        pytest.param(row, marks=marks, id="-".join(map(str, row.values())))
-        for row, marks in zip(rows, slow, strict=True)
-    ]
-
-
-def combination(row: dict) -> Case:
-    row = dict(row)
-    return attention_cases.combination(row | of_kind(row.pop("kind")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +20,7 @@ from torch.nn.attention.flex_attention import (
 
 from onepass import functional, numerics, reference
 from onepass.functional._block_mask import blocks_and_tiles
-from tests.attention.cases import DTYPES, NAN, Case, assert_same, base, check, definition, ours
+from tests.attention.cases import DTYPES, NAN, Case, assert_same, ours
 from tests.support import peaks
 from tests.support.dtypes import BF16, F32, F64
 from tests.support.results import assert_equal
@@ -69,13 +68,13 @@ MASKS = {f.__name__: f for f in (causal, window, documents, prefix, random, few_
 PER_BATCH, PER_HEAD = {"documents", "random"}, {"prefix", "random"}
 
 
-def sizes(name: str, case: Case) -> tuple[int | None, int | None, int, int]:
+def sizes_of(name: str, case: Case) -> tuple[int | None, int | None, int, int]:
     batch = case.batch if name in PER_BATCH else None
     return batch, case.heads if name in PER_HEAD else None, case.seq_q, case.seq_k
 
 
 def made(name: str, case: Case, block: int | tuple[int, int] = 128) -> BlockMask:
-    return create_block_mask(MASKS[name], *sizes(name, case), "cpu", BLOCK_SIZE=block)
+    return create_block_mask(MASKS[name], *sizes_of(name, case), "cpu", BLOCK_SIZE=block)
 
 
 def with_blocks(t: dict[str, Tensor], block_mask: BlockMask) -> dict[str, Tensor]:
@@ -84,37 +83,10 @@ def with_blocks(t: dict[str, Tensor], block_mask: BlockMask) -> dict[str, Tensor
     return t | {"block_mask": blocks, "mask": tiles}
 
 
-def compute(case: Case, name: str, block_mask: BlockMask):
-    """As cases.compute: ours by blocks, the others by the whole mask."""
-    t = case.tensors() | {"mask": create_mask(MASKS[name], *sizes(name, case), "cpu")}
-    found, ref = ours(case, with_blocks(t, block_mask)), definition(case, t, F64)
-    return found, ref, ref if case.dtype is F64 else base(case, t)
-
-
 # ---- values and gradients ------------------------------------------------------------------------
 
 INPUTS = ("query", "key", "value")
 LENGTHS = dict(seq_q=300, seq_k=300, mask="")
-
-
-@pytest.mark.isa
-@pytest.mark.grid
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MASKS)
-def test_values_and_gradients(name, dtype):
-    case = Case(dtype, 40, heads=4, kv_heads=2, **LENGTHS)
-    if dtype is F64:
-        case = replace(case, head_dim=8, seq_q=140, seq_k=150)
-    check(case, partial(compute, name=name, block_mask=made(name, case)))
-
-
-@pytest.mark.isa
-@pytest.mark.grid
-@pytest.mark.parametrize("block", [16, 48, 100, (64, 256), (256, 32), 1000])
-@pytest.mark.parametrize("seq_q, seq_k", [(300, 300), (1, 257), (129, 65)])
-def test_blocks_of_any_size(block, seq_q, seq_k):
-    case = Case(F32, 32, heads=4, kv_heads=1, seq_q=seq_q, seq_k=seq_k, mask="")
-    check(case, partial(compute, name="random", block_mask=made("random", case, block)))
 
 
 ALL_TERMS = dict(window_left=200, window_right=90, bottom_right=True, alibi="b", sinks=F32,
@@ -122,20 +94,22 @@ ALL_TERMS = dict(window_left=200, window_right=90, bottom_right=True, alibi="b",
 
 
 @pytest.mark.isa
-@pytest.mark.grid
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("terms", [{}, ALL_TERMS, dict(bias="hq", dropout_p=0.1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [32, 48, 128])
+@pytest.mark.parametrize("block", [16, 32, 48, 100, 128, (64, 256), (256, 32), 1000])
+@pytest.mark.parametrize("sizes", [(300, 300), (1, 257), (129, 65)])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_whole_mask_gives_the_same_bits(name, block, dtype, terms):
+def test_the_whole_mask_gives_the_same_bits(name, sizes, block, dtype, terms):
+    """Its values are those of test_values.py; by another number of threads."""
     if dtype is F64 and "sinks" in terms:
         terms = terms | dict(sinks=F64)
-    case = Case(dtype, 24, heads=4, kv_heads=2, **LENGTHS | terms)
-    if dtype is F64:
-        case = replace(case, seq_q=70, seq_k=80)
-    t = case.tensors() | {"mask": create_mask(MASKS[name], *sizes(name, case), "cpu")}
-    found = ours(case, with_blocks(t, made(name, case, block)))
-    assert_same(found, ours(case, t), f"{name} {block}")
+    seq_q, seq_k = sizes if dtype is not F64 else (70, 80)
+    case = Case(dtype, 24, heads=4, kv_heads=2, seq_q=seq_q, seq_k=seq_k, mask="", **terms)
+    t = case.tensors() | {"mask": create_mask(MASKS[name], *sizes_of(name, case), "cpu")}
+    expected = ours(case, t)
+    torch.set_num_threads(3)
+    assert_same(ours(case, with_blocks(t, made(name, case, block))), expected, f"{name} {block}")
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -143,7 +117,7 @@ def test_the_reference_takes_blocks(name):
     case = Case(F64, 8, heads=4, seq_q=300, seq_k=290, mask="")
     t = case.tensors()
     blocks, tiles = blocks_and_tiles("test", made(name, case, (48, 64)), (300, 290))
-    whole = create_mask(MASKS[name], *sizes(name, case), "cpu")
+    whole = create_mask(MASKS[name], *sizes_of(name, case), "cpu")
     assert torch.equal(reference.attention.dense_mask(blocks, tiles)[:, :, :300, :290], whole)
     given = dict(block_mask=blocks, mask=tiles)
     found, expected = (
@@ -159,38 +133,10 @@ def test_the_same_as_flex_attention(name):
     case = Case(F32, 32, heads=4, kv_heads=2, **LENGTHS, factor=1.0)
     tensors, block_mask = [case.tensors()[n] for n in INPUTS], made(name, case)
     given = dict(block_mask=block_mask, enable_gqa=True)
-    whole = create_mask(MASKS[name], *sizes(name, case), "cpu")
+    whole = create_mask(MASKS[name], *sizes_of(name, case), "cpu")
     wide = [x.double().repeat_interleave(4 // x.shape[1], 1) for x in tensors]
     ref = torch.nn.functional.scaled_dot_product_attention(*wide, whole)
     numerics.assert_close(attend(*tensors, **given), ref, flex_attention(*tensors, **given), name)
-
-
-@pytest.mark.isa
-def test_rows_without_a_key():
-    case = Case(F32, 16, **LENGTHS)
-    t = case.tensors()
-    leaves = [t[n].requires_grad_() for n in INPUTS]
-    output, lse = attend(*leaves, block_mask=made("few_rows", case, 64), return_lse=True)
-    empty = ~create_mask(few_rows, None, None, 300, 300, "cpu")[0, 0].any(-1)
-    assert empty[64:192].all() and empty[0] and not empty.all()
-    assert (output[:, :, empty] == 0).all() and (lse[:, :, empty] == -torch.inf).all()
-    assert (output[:, :, ~empty] != 0).any() and lse[:, :, ~empty].isfinite().all()
-    gradients = torch.autograd.grad(output.sum(), leaves)
-    assert all(g.isfinite().all() for g in gradients)
-    assert (gradients[0][:, :, empty] == 0).all()
-
-
-@pytest.mark.isa
-def test_bitwise_equal_for_any_number_of_threads():
-    for dtype in DTYPES:
-        case = Case(dtype, 24, heads=4, kv_heads=2, **LENGTHS | dict(dropout_p=0.2))
-        if dtype is F64:
-            case = replace(case, seq_q=90, seq_k=100)
-        t = with_blocks(case.tensors(), made("random", case, 32))
-        expected = ours(case, t)
-        for threads in (2, 3, 5):
-            torch.set_num_threads(threads)
-            assert_same(ours(case, t), expected, f"{threads} threads")
 
 
 # ---- blocks as data ------------------------------------------------------------------------------
@@ -384,20 +330,15 @@ def test_refused_on_cuda(cuda):
 
 
 def test_messages_of_the_function():
-    right = create_block_mask(causal, None, None, 40, 40, "cpu")
-    floats = create_block_mask(causal, None, None, 40, 40, "cpu")
+    right, floats, of_batch = (
+        create_block_mask(causal, batch, None, 40, 40, "cpu") for batch in (None, None, 3)
+    )
     floats.mask_mod = lambda b, h, q, k: (q >= k).float()
-    of_batch = create_block_mask(causal, 3, None, 40, 40, "cpu")
-    beyond = listed([[0, 2], [0]], seq_lengths=(40, 40))
-    mask = torch.ones(40, 40, dtype=torch.bool)
+    beyond, mask = listed([[0, 2], [0]], seq_lengths=(40, 40)), torch.ones(40, 40).bool()
+    both = "attn_mask must be a float mask with block_mask"
     for error, block_mask, keywords, message in (
         (TypeError, BLOCKS, {}, "BlockMask or None, got Tensor$"),
-        (
-            RuntimeError,
-            right,
-            {"attn_mask": mask},
-            "attn_mask must be a float mask with block_mask",
-        ),
+        (RuntimeError, right, {"attn_mask": mask}, both),
         (RuntimeError, of_batch, {}, r"block_mask must have shape \(2, 4, 1, 1\) or 1 in"),
         (RuntimeError, beyond, {}, "must hold indices of its 2 blocks of keys, got .*2"),
         (RuntimeError, floats, {}, "mask_mod that returns bool, got torch.float32"),

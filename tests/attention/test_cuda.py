@@ -5,36 +5,40 @@ Values of each option alone are those of the family's other tests.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 
-from tests.attention import cases as attention_cases
-from tests.attention.cases import Case, assert_same, backward, check, forward, ours
+from tests.attention import test_values
+from tests.attention.cases import (
+    Case,
+    assert_same,
+    backward,
+    check,
+    combination,
+    forward,
+    ours,
+    reserved,
+)
 from tests.attention.cuda_cases import (
-    AXES,
     BRANCHES,
     CAUSAL,
     INSTANCES,
     KERNELS,
+    KINDS,
     SEQUENCES,
     TILED,
     TILED_KERNELS,
     branches,
-    combination,
     dtypes,
-    every_third,
     half_and_float,
     kinds,
     of_kind,
 )
-from tests.attention.test_random import cases
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.support.dtypes import BF16, F16, F32, F64
-from tests.support.pairs import pairwise
+from tests.support.pairs import drawn, every_third, pairwise
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -68,30 +72,23 @@ def test_sequences_of_their_own_lengths(storage, kind):
                   window_left=40, bottom_right=True, bias_dtype=case.dtype, dlse=True))  # fmt: skip
 
 
-@pytest.mark.parametrize("row", every_third(pairwise(AXES, 1)))
-def test_pairs_of_options(row):
-    check(combination(row))
-
-
-drawn = functools.partial(
-    settings, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+AXES = {name: values for name, values in test_values.AXES.items() if name != "dtype"} | dict(
+    kind=KINDS,
+    head_dim=(8, 64, 72, 128, 160, 264),
+    length=[(150, 230), (1, 200), (130, 3), (33, 97), (96, 64)],
+    bias=[None, "", "b", "h", "q", "bhq"],
+    mask=[None, "", "h", "bq", "bhq"],
+    window=[(-1, -1, False), (-1, 0, False), (-1, 0, True), (60, 0, True), (33, 17, False),
+            (0, 0, False)],
+    value_dim=[0, 24, 72],
 )  # fmt: skip
 
 
-@drawn(max_examples=8)
-@given(case=cases())
-def test_any_combination(cuda, case):
-    cuda.keywords["deterministic"] = case.draw % 2 > 0
-    check(case)
-
-
-@pytest.mark.slow
-@drawn(max_examples=60)
-@given(case=cases())
-def test_many_combinations(cuda, case):
-    cuda.keywords["deterministic"] = case.draw % 2 > 0
-    check(case)
+@pytest.mark.parametrize("row", every_third(pairwise(AXES, 1) + drawn(AXES, 24)))
+def test_pairs_of_options(cuda, row):
+    cuda.keywords["deterministic"] = row["dlse"]
+    kind = of_kind(row["kind"])
+    check(combination({name: value for name, value in row.items() if name != "kind"} | kind))
 
 
 @pytest.mark.parametrize("dtype", TILED, ids=str)
@@ -163,7 +160,7 @@ def test_no_tensor_is_aligned(cuda, head_dim, kind):
 @pytest.mark.grid
 def test_offsets_beyond_32_bits(cuda, far, dtype):
     """The memory between such elements is never touched. A dbias is always dense."""
-    attention_cases.reserved(2**31 + 2**20, dtype)
+    reserved(2**31 + 2**20, dtype)
     cuda.keywords["deterministic"] = True
     case = Case(dtype, 64, heads=2, seq_q=20, seq_k=70, bias="bhq", mask="bhq", **CAUSAL)
     t = case.tensors()

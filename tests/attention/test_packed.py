@@ -20,6 +20,7 @@ from tests.attention.cases import (
     cumulated,
     definition,
     forward,
+    int32,
     ours,
 )
 from tests.emulator.executors import everywhere
@@ -178,16 +179,14 @@ def test_varlen_attention_is_the_op(options):
         assert torch.equal(varlen(case, t, return_lse=False), expected["output"])
 
 
-def test_is_causal_is_bottom_right_and_limits_a_window():
+@pytest.mark.parametrize("left", [-1, 9])
+def test_is_causal_is_bottom_right_and_limits_a_window(left):
     case = replace(FUNCTION, dlse=False)
     t = case.tensors()
-    expected = forward(case, t)["output"]
-    causal = varlen(case, t, is_causal=True, window_size=(-1, -1), return_lse=False)
-    assert torch.equal(causal, expected)
-    narrow = forward(replace(case, window_left=9), t)["output"]
-    for right in (0, 5):
-        found = varlen(case, t, is_causal=True, window_size=(9, right), return_lse=False)
-        assert torch.equal(found, narrow)
+    expected = forward(replace(case, window_left=left), t)["output"]
+    for right in (-1, 0, 5):
+        found = varlen(case, t, is_causal=True, window_size=(left, right), return_lse=False)
+        assert torch.equal(found, expected)
 
 
 def test_dropout_of_varlen_attention():
@@ -225,6 +224,7 @@ def test_pages_in_training(trained):
     t = case.tensors()
     t["key"], t["value"] = t["key"].nan_to_num(9.0), t["value"].nan_to_num(9.0)
     t["block_table"][1, 0] = t["block_table"][0, 0]  # shared
+    t["block_table"][:, -1] = int32([-1, 2**30, -5])  # of no keys
     leaves = {n: t[n].clone().requires_grad_() for n in trained}
     output, lse = varlen(case, t | leaves)
     numerics.assert_close(output, forward(case, t)["output"], output)

@@ -153,18 +153,6 @@ def test_a_backward_is_told_to_be_deterministic(how, monkeypatch):
     assert told == [how != "default"] * 2
 
 
-def test_no_gradient_saves_nothing():
-    x = torch.randn(1, 2, 9, 8, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        with torch.no_grad():
-            attend(x, x, x)
-        attend(x.detach(), x.detach(), x.detach())
-    assert saved == []
-    with torch.inference_mode():
-        assert attend(x, x, x).is_inference()
-
-
 # ---- TF32 ----------------------------------------------------------------------------------------
 
 

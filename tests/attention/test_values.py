@@ -6,7 +6,6 @@ where it has one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -26,7 +25,7 @@ from tests.attention.cases import (
 from tests.attention.cuda_cases import KINDS, of_kind
 from tests.emulator.executors import Executor, each, everywhere
 from tests.support.dtypes import BF16, F16, F32, F64
-from tests.support.pairs import pairwise
+from tests.support.pairs import drawn, every_third, pairwise
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 
@@ -141,8 +140,8 @@ def test_options(executor, options, kind):
 # ---- everything with everything -----------------------------------------------------------------
 
 # Any two values of any two options occur together at least once, also of lengths, head dims and
-# dtypes: kernels fail mostly where two options meet. Combinations of three are left to chance (each
-# row has many) and to test_random.py. Every third row is quick.
+# dtypes: kernels fail mostly where two options meet. Combinations of three are left to chance: each
+# row has many, some rows are drawn, and tests/faults/fuzz.py draws others.
 AXES = dict(
     head_dim=(1, 8, 40, 59, 64, 96, 128, 160, 256, 512),
     length=[(1, 7), (7, 113), (113, 203), (127, 127), (129, 128), (203, 113), (129, 385), (192, 2)],
@@ -163,14 +162,7 @@ AXES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, marks=pytest.mark.slow if number % 3 else ())
-        for number, row in enumerate(pairwise(AXES))
-    ],
-    ids=lambda row: "-".join(map(str, row.values())),
-)
+@pytest.mark.parametrize("row", every_third(pairwise(AXES) + drawn(AXES, 30)))
 def test_pairs_of_options(row):
     check(attention_cases.combination(row))
 
@@ -264,13 +256,3 @@ def test_16_bit_gradients_are_accumulated_in_float32(executor, options, dtype):
         unfused = attention_cases.stock(case, t)
     for name, result in unfused.items():
         attention_cases.numerics.assert_close(found[name], ref[name], result, name)
-
-
-@everywhere
-def test_the_default_scale_is_not_assumed():
-    case = Case(F32, 16, seq_q=5, seq_k=9, factor=0.0)
-    t = case.tensors()
-    mean = t["value"].mean(2, keepdim=True).expand(-1, -1, 5, -1)
-    found = forward(case, t)
-    torch.testing.assert_close(found["output"], mean)
-    torch.testing.assert_close(found["lse"], torch.full((2, 2, 5), math.log(9)))

@@ -41,6 +41,21 @@ def pairwise(axes: dict[str, Sequence], seed: int = 0) -> list[dict]:
     return rows
 
 
+def drawn(axes: dict[str, Sequence], count: int, seed: int = 0) -> list[dict]:
+    """Rows of values that are drawn one by one: here three options and more meet."""
+    rng = random.Random(seed)
+    return [{name: rng.choice(values) for name, values in axes.items()} for _ in range(count)]
+
+
+def every_third(rows: list[dict]) -> list:
+    """Parameters of a test, of which every third is quick."""
+    slow = [[pytest.mark.slow] if number % 3 else [] for number in range(len(rows))]
+    return [
+        pytest.param(row, marks=marks, id="-".join(map(str, row.values())))
+        for row, marks in zip(rows, slow, strict=True)
+    ]
+
+
 def halved(*axes: Sequence) -> list:
     """Parameters of a test: the product of three axes or more, half of it slow. In the other half
     the sum of indices is even, so that all pairs of values of two axes are there."""
