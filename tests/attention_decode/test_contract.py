@@ -14,7 +14,6 @@ from tests.attention_decode.cases import (
     BATCHES,
     DTYPES,
     LOCATED,
-    NAN,
     Case,
     assert_bits,
     assert_caches,
@@ -25,7 +24,6 @@ from tests.attention_decode.cases import (
     quick_batches,
     same_bits,
     with_copied_caches,
-    write,
 )
 from tests.emulator.executors import each, everywhere
 from tests.support.allocations import allocated
@@ -38,13 +36,10 @@ EVERYTHING = dict(seq_q=3, new_rows=3, window_left=400, window_right=0, alibi="b
 CASES = {
     "one sequence, one head": Case(F32, 64, heads=1, kv_heads=1, lengths=(3000,)),
     "one key head": Case(BF16, 64, heads=8, kv_heads=1, lengths=(3000,), seq_q=2, window_right=0),
-    "float32": Case(F32, 40, lengths=(2000, 130, 0, 700), new_rows=1),
     "bfloat16": Case(BF16, 128, lengths=(2000, 130, 0, 700), new_rows=1),
     "float16": Case(F16, 64, lengths=(2000, 130, 0, 700), seq_q=7, new_rows=7, window_right=0),
-    "many queries": Case(F32, 64, lengths=(700, 300), seq_q=40, window_right=0),
     "blocks of queries": Case(BF16, 64, lengths=(700, 300), seq_q=90, new_rows=90, window_right=0),
     "everything": Case(F32, 40, 24, lengths=(700, 130, 0, 64), **EVERYTHING),
-    "everything, bfloat16": Case(BF16, 64, lengths=(700, 130, 0, 64), **EVERYTHING),
     "paged": Case(BF16, 64, lengths=(2500, 130, 0), page_size=16, seq_q=2, new_rows=2),
     "odd head dim": Case(F16, 59, 111, lengths=(600, 20), heads=6, kv_heads=6, seq_q=2),
     "many short ones": Case(F32, 64, heads=6, kv_heads=6, lengths=(3, 1, 40, 7, 0, 9, 17)),
@@ -59,8 +54,7 @@ def test_bitwise_equal_for_any_number_of_threads(name):
     expected = ours(case, t)
     for threads in (2, 3, 5):
         torch.set_num_threads(threads)
-        for _ in range(2):
-            assert_same(ours(case, t), expected, f"{threads} threads")
+        assert_same(ours(case, t), expected, f"{threads} threads")
 
 
 def alone(case: Case, t: dict, which: slice, heads: slice | None = None) -> dict:
@@ -111,32 +105,20 @@ def test_a_sequence_does_not_depend_on_its_batch(executor, name):
                 assert same_bits(one, result[:, group : 2 * group])
 
 
-@cases
-def test_a_sequence_does_not_depend_on_what_the_others_hold(name):
-    case = CASES[name]
-    t = case.tensors()
-    expected = ours(case, t)
-    for b in range(1, case.batch):
-        write(t, "k_cache", b, 0, torch.full((case.kv_heads, case.used[b], case.head_dim), NAN))
-    t["query"][1:] = 1e4
-    found = ours(case, t)
-    assert_same({n: x[:1] for n, x in found.items()}, {n: x[:1] for n, x in expected.items()})
-
-
-@each("name", cpu=CASES, cuda=("chunks", "tiles", "paged"))
+@each("name", cpu=CASES, cuda=("chunks", "rows", "tiles", "paged"))
 def test_bitwise_equal_in_any_storage(executor, name):
     """Pages of any size, dense caches, other room, padding: the same keys give the same bits."""
     case = CASES[name] if executor.name == "cpu" else BATCHES[name]
     expected = ours(case)
     for page_size in (0, 1, 7, 16, 64, 3500):
-        paged = replace(case, page_size=page_size)
-        assert_same(ours(paged), expected, f"{page_size=}")
+        of = replace(case, page_size=page_size, out_bshd=page_size % 2 > 0)
+        assert_same(ours(of), expected, f"{page_size=}")
         if not case.pads and not case.rotary:
-            assert_same(ours(replace(paged, pads=(0, 1, 64, 100))), expected, f"{page_size=}")
+            of = replace(of, pads=(0, 1, 64, 100), scattered=page_size == 0)
+            assert_same(ours(of), expected, f"{page_size=}")
     for room in (0, 1, 1000, 3500):
-        assert_same(ours(replace(case, page_size=0, room=room)), expected, f"{room=}")
-    assert_same(ours(replace(case, page_size=0, scattered=True)), expected)
-    assert_same(ours(replace(case, out_bshd=True)), expected)
+        of = replace(case, page_size=0, room=room, scattered=room > 0)
+        assert_same(ours(of), expected, f"{room=}")
     t = case.tensors()
     if case.page_size:
         wide = torch.full((case.batch, 400), -1, dtype=torch.int32)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.attention.cases import reserved
-from tests.attention.cuda_cases import DECODE_KERNELS, every_third
+from tests.attention.cuda_cases import DECODE_KERNELS
 from tests.attention_decode import test_values
 from tests.attention_decode.cases import (
     BATCHES,
@@ -27,11 +25,10 @@ from tests.attention_decode.cases import (
     ours,
     quick_batches,
 )
-from tests.attention_decode.test_random import cases, check_any_storage
 from tests.emulator import emulated
 from tests.emulator.executors import all_instances
 from tests.support.dtypes import BF16, F16, F32
-from tests.support.pairs import pairwise
+from tests.support.pairs import drawn, every_third, pairwise
 
 pytestmark = pytest.mark.usefixtures("one_draw_first")
 
@@ -71,24 +68,12 @@ AXES = test_values.AXES | dict(
 )
 
 
-@pytest.mark.parametrize("row", every_third(pairwise(AXES)))
+@pytest.mark.parametrize("row", every_third(pairwise(AXES) + drawn(AXES, 36)))
 def test_pairs_of_options(row):
     check(test_values.combination(row))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(case=cases())
-def test_any_combination(case):
-    check(case)
-
-
 # ---- contract ------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(case=cases(), data=st.data())
-def test_any_storage(case, data):
-    check_any_storage(case, data)
 
 
 batches = pytest.mark.parametrize("name", quick_batches)

@@ -41,14 +41,15 @@ INF = math.inf
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("new_rows", [-1, 0, 2])
 def test_nothing(new_rows, page_size, dtype):
-    """No sequences, no queries, no keys, and pairs of these."""
+    """No sequences, no queries, no heads, no keys, and pairs of these."""
     for options in ({}, dict(window_right=0, window_left=3, alibi="b", pads=(2,), softcap=1.0)):
         case = Case(dtype, 16, new_rows=new_rows, page_size=page_size, **options)
-        for sizes in (dict(lengths=()), dict(seq_q=0), dict(lengths=(), seq_q=0)):
+        none = dict(heads=0, kv_heads=0)
+        for sizes in (dict(lengths=()), dict(seq_q=0), dict(lengths=(), seq_q=0), none):
             of = replace(case, **sizes)
             found = ours(of)
-            assert found["output"].shape == (of.batch, 4, of.seq_q, 16)
-            assert found["lse"].shape == (of.batch, 4, of.seq_q)
+            assert found["output"].shape == (of.batch, of.heads, of.seq_q, 16)
+            assert found["lse"].shape == (of.batch, of.heads, of.seq_q)
     none = Case(dtype, 16, seq_q=3, lengths=(0, 0), room=0, new_rows=min(new_rows, 0))
     for of in (none, replace(none, page_size=page_size), replace(none, pads=(5,))):
         found = ours(of)
@@ -56,27 +57,16 @@ def test_nothing(new_rows, page_size, dtype):
 
 
 @everywhere
-def test_no_heads():
-    """None of the query's and none of the caches'."""
-    for new_rows in (-1, 2):
-        found = ours(Case(F32, 16, heads=0, kv_heads=0, lengths=(9, 0), new_rows=new_rows))
-        assert found["output"].shape == (2, 0, 1, 16) and found["lse"].shape == (2, 0, 1)
-
-
-@everywhere
 @dtypes
 def test_new_rows_of_no_number_write_nothing(dtype):
     """Also where lengths leave no room, and two sequences have one cache."""
     case = Case(dtype, 16, lengths=(9, 9), room=0, new_rows=0, seq_q=2, window_right=0)
-    t = case.tensors()
-    expected = ours(replace(case, new_rows=-1))
-    found = ours(case, t)
-    assert_same({name: found[name] for name in expected}, expected)
-    t["cache_batch_idx"] = int32([1, 1])
-    found = ours(case, t)["output"]
-    read = replace(case, new_rows=-1)
-    both = {name: t[name][1:].expand(2, -1, -1, -1) for name in ("k_cache", "v_cache")}
-    assert same_bits(found, ours(read, read.tensors() | both)["output"])
+    t, read = case.tensors(), replace(case, new_rows=-1)
+    for numbers in ([0, 1], [1, 1]):
+        caches = {name: t[name][numbers] for name in ("k_cache", "v_cache")}
+        expected = ours(read, read.tensors() | caches)
+        found = ours(case, t | dict(cache_batch_idx=int32(numbers)))
+        assert_same({name: found[name] for name in expected}, expected)
 
 
 @everywhere

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from dataclasses import replace
 
@@ -33,13 +32,11 @@ def through(case: Case, t: dict, **changes):
         cache_seqlens=t["cache_seqlens"], scale=case.scale, softcap=case.softcap, return_lse=True,
         window_size=(case.window_left, case.window_right),
     )  # fmt: skip
-    names = "block_table cache_batch_idx cache_leftpad alibi_slopes sinks rotary_cos rotary_sin"
-    options |= {name: t[name] for name in names.split() if name in t}
+    own = ("query", "k_cache", "v_cache", "key", "value")
+    options |= {name: tensor for name, tensor in t.items() if name not in own}
     if case.rotary:
         options["rotary_interleaved"] = case.rotary == "interleaved"
-    return attend(
-        t["query"], t["k_cache"], t["v_cache"], t.get("key"), t.get("value"), **options | changes
-    )
+    return attend(*(t.get(name) for name in own), **options | changes)
 
 
 CASES = {
@@ -78,21 +75,13 @@ def test_the_signature():
     )  # fmt: skip
 
 
-def test_the_scale_is_of_the_head_dim_unless_given():
-    case = Case(F32, 40, seq_q=2)
-    t = case.tensors()
-    expected = through(case, t, scale=1 / math.sqrt(40))
-    assert_bits(through(case, t, scale=None), expected)
-
-
-def test_is_causal_is_nothing_on_the_right_of_a_window():
+@pytest.mark.parametrize("left", [-1, 3])
+def test_is_causal_is_nothing_on_the_right_of_a_window(left):
     case = Case(F32, 32, seq_q=5, lengths=(9, 70))
     t = case.tensors()
-    for left in (-1, 3):
-        expected = call(replace(case, window_left=left, window_right=0), t)
-        for right in (-1, 0, 7):
-            found = through(case, t, is_causal=True, window_size=(left, right))
-            assert_bits(found, expected)
+    expected = call(replace(case, window_left=left, window_right=0), t)
+    for right in (-1, 0, 7):
+        assert_bits(through(case, t, is_causal=True, window_size=(left, right)), expected)
 
 
 def test_is_causal_decides_where_queries_are_rotated():
@@ -110,16 +99,15 @@ def test_is_causal_decides_where_queries_are_rotated():
 
 @pytest.mark.parametrize("new_rows", [-1, 2])
 def test_one_length_for_all(new_rows):
-    case = Case(F32, 32, seq_q=2, lengths=(70, 70, 70), new_rows=new_rows)
+    """And the default scale, of the head dim."""
+    case = Case(F32, 32, seq_q=2, lengths=(70, 70, 70), new_rows=new_rows, factor=1.0)
     t = case.tensors()
     expected = through(case, with_copied_caches(t))
-    for length in (70, torch.tensor(70).item()):
-        found = through(case, with_copied_caches(t), cache_seqlens=length)
-        assert_bits(found, expected)
-    with pytest.raises(RuntimeError, match="cache_seqlens must"):
-        through(case, t, cache_seqlens=-1)
-    with pytest.raises(RuntimeError, match="cache_seqlens must"):
-        through(case, t, cache_seqlens=74)
+    found = through(case, with_copied_caches(t), cache_seqlens=70, scale=None)
+    assert_bits(found, expected)
+    for wrong in (-1, 74):
+        with pytest.raises(RuntimeError, match="cache_seqlens must"):
+            through(case, t, cache_seqlens=wrong)
 
 
 def test_output_follows_the_layout_of_the_query():
@@ -179,12 +167,11 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_messages(number):
-    changes, error, message = WRONG[number]
+def test_messages():
     before = C.clone()
-    with pytest.raises(error, match=f"^attention_with_kv_cache: {re.escape(message)}$"):
-        attend(Q, C, C, **{"cache_seqlens": 3, **changes})
+    for changes, error, message in WRONG:
+        with pytest.raises(error, match=f"^attention_with_kv_cache: {re.escape(message)}$"):
+            attend(Q, C, C, **{"cache_seqlens": 3, **changes})
     assert torch.equal(C, before)
 
 

@@ -9,16 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from onepass.functional import attention_with_kv_cache
-from tests.attention_decode.cases import (
-    Case,
-    assert_bits,
-    call,
-    int32,
-    same_bits,
-    with_copied_caches,
-)
+from tests.attention_decode.cases import assert_bits, int32, same_bits
 from tests.support.allocations import allocated
-from tests.support.dtypes import F32
 
 OPS = torch.ops.onepass
 
@@ -38,17 +30,23 @@ def step_tensors(seq, batch=2, max_seq=64, dim=8):
     return {name: torch.randn(batch, *size, dim) for name, size in sizes.items()}
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compile_fullgraph_with_dynamic_shapes(backend):
+def test_compile_fullgraph_with_dynamic_shapes(backend, paged):
     """One graph serves every number of queries and new rows, every length and every batch."""
-    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    counter, frames = CompileCounterWithBackend(backend), []
     compiled = torch.compile(decode, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
+    table = torch.randn(80, 4)
+    more = {"rotary_cos": table, "rotary_sin": table, "alibi_slopes": torch.ones(4)}
     # No two sizes are equal at first, or torch would unify them.
     for seq, batch, used in ((5, 3, [0, 3, 40]), (2, 2, [5, 8]), (17, 6, [7, 0, 40, 1, 2, 9])):
-        caches = [torch.randn(batch, 2, 64, 8) for _ in range(2)]
+        size = (4 * batch, 16, 2, 8) if paged else (batch, 2, 64, 8)
+        caches = [torch.randn(size) for _ in range(2)]
         copies = [cache.clone() for cache in caches]
-        t = step_tensors(seq, batch) | dict(used=int32(used))
+        t = step_tensors(seq, batch) | dict(used=int32(used)) | more
+        if paged:
+            t["block_table"] = torch.randperm(4 * batch).int().view(batch, 4)
         found = compiled(k_cache=caches[0], v_cache=caches[1], **t)
         expected = decode(k_cache=copies[0], v_cache=copies[1], **t)
         assert_bits((*found, *caches), (*expected, *copies))
@@ -56,40 +54,18 @@ def test_compile_fullgraph_with_dynamic_shapes(backend):
     assert frames[0] == frames[-1]
 
 
-def test_compile_counts_no_tokens():
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_compile_counts_no_tokens(as_tensor):
     """Lengths that grow step by step, as tensors or as a number, cause no recompilation."""
-    for as_tensor in (True, False):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(decode, fullgraph=True, backend=counter)
-        caches = [torch.zeros(2, 2, 64, 8) for _ in range(2)]
-        frames = []
-        for used in range(3, 9):
-            t = step_tensors(1) | dict(used=int32([used] * 2) if as_tensor else used)
-            compiled(k_cache=caches[0], v_cache=caches[1], **t)
-            frames.append(counter.frame_count)
-        assert frames[2] == frames[-1]
-
-
-def test_compile_with_pages_and_rotation():
-    case = Case(F32, 16, lengths=(5, 0), new_rows=2, seq_q=2, window_right=0, page_size=4,
-                rotary="halves", alibi="", sinks=F32)  # fmt: skip
-    t = case.tensors()
-    expected, eager = call(case, with_copied_caches(t)), with_copied_caches(t)
-    call(case, eager)
-
-    def step(t):
-        return attention_with_kv_cache(
-            t["query"], t["k_cache"], t["v_cache"], t["key"], t["value"], is_causal=True,
-            cache_seqlens=t["cache_seqlens"], block_table=t["block_table"], scale=case.scale,
-            rotary_cos=t["rotary_cos"], rotary_sin=t["rotary_sin"], rotary_interleaved=False,
-            alibi_slopes=t["alibi_slopes"], sinks=t["sinks"], return_lse=True,
-        )  # fmt: skip
-
-    own = with_copied_caches(t)
-    found = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")(own)
-    assert all(map(same_bits, found, expected))
-    assert all(same_bits(own[name], eager[name]) for name in ("k_cache", "v_cache"))
+    torch._dynamo.reset()
+    counter, frames = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(decode, fullgraph=True, backend=counter)
+    caches = [torch.zeros(2, 2, 64, 8) for _ in range(2)]
+    for used in range(3, 7):
+        t = step_tensors(1) | dict(used=int32([used] * 2) if as_tensor else used)
+        compiled(k_cache=caches[0], v_cache=caches[1], **t)
+        frames.append(counter.frame_count)
+    assert frames[2] == frames[-1]
 
 
 # ---- no cache is copied -------------------------------------------------------------------------
@@ -231,30 +207,19 @@ def test_caches_of_layers_as_inputs(compiled_anew):
             assert_bits((*found, keys, values), (*expected, *own))
 
 
-def test_a_compiled_module_generates_as_in_eager():
+@pytest.mark.parametrize("how", ["compiled", "exported"])
+def test_a_module_generates_as_in_eager(how):
+    """With caches that are buffers."""
     torch._dynamo.reset()
-    layers = [Layer(True, 64), Layer(True, 64)]
-    compiled = torch.compile(layers[0], fullgraph=True, backend="aot_eager")
+    layers, seq = [Layer(True, 64), Layer(True, 64)], torch.export.Dim("seq", min=2, max=20)
     with torch.no_grad():
-        for seq in (7, 1, 3):
-            t = step_tensors(seq)
-            found, expected = (of(**t) for of in (compiled, layers[1]))
-            assert same_bits(found, expected)
-            assert same_bits(layers[0].kv, layers[1].kv)
-            assert torch.equal(layers[0].used, layers[1].used)
-    assert layers[0].used.tolist() == [11, 11]
-
-
-def test_export_with_caches_that_are_buffers():
-    seq = torch.export.Dim("seq", min=2, max=20)
-    layer = Layer(True, 64)
-    t = step_tensors(5)
-    shapes = {name: {2: seq} for name in t}
-    with torch.no_grad():
-        program = torch.export.export(layer, (), t, dynamic_shapes=shapes, strict=False)
-        exported = program.module()
-        eager = Layer(True, 64)
-        for rows in (9, 2, 5):
+        if how == "compiled":
+            program = torch.compile(layers[0], fullgraph=True, backend="aot_eager")
+        else:
+            t = step_tensors(5)
+            options = {"dynamic_shapes": {name: {2: seq} for name in t}, "strict": False}
+            program = torch.export.export(layers[0], (), t, **options).module()
+        for rows in (9, 1, 5) if how == "compiled" else (9, 2, 5):
             t = step_tensors(rows)
-            assert same_bits(exported(**t), eager(**t))
-        assert same_bits(exported.kv, eager.kv)
+            assert same_bits(program(**t), layers[1](**t))
+            assert same_bits(program.kv, layers[1].kv) and torch.equal(program.used, layers[1].used)

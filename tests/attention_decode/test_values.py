@@ -11,13 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from onepass import numerics, reference
-from tests.attention_decode.cases import DTYPES, Case, assert_same, call, check, int32, ours
+from onepass import reference
+from tests.attention_decode.cases import DTYPES, Case, assert_same, check, definition, ours, read
 from tests.emulator.executors import everywhere
-from tests.support.dtypes import F32
-from tests.support.pairs import pairwise
+from tests.support.dtypes import F32, F64
+from tests.support.pairs import drawn, pairwise
 
 pytestmark = [pytest.mark.isa, pytest.mark.emulator_grid]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,14 +80,6 @@ def test_many_queries(seq_q, heads, kv_heads, dtype):
 
 @everywhere
 @dtypes
-@pytest.mark.parametrize("softcap", [0.5, 20.0])
-def test_softcap(softcap, dtype):
-    check(Case(dtype, 32, seq_q=3, softcap=softcap, factor=4.0))
-    check(Case(dtype, 40, seq_q=3, softcap=softcap, factor=-0.7))
-
-
-@everywhere
-@dtypes
 def test_the_whole_cache_without_lengths(dtype):
     case = Case(dtype, 32, seq_q=2, lengths=(90, 90), room=0, window_right=0)
     for of in (case, replace(case, page_size=15)):
@@ -120,58 +111,23 @@ def test_rotary(rotary_dim, rotary, dtype):
 # ---- replay --------------------------------------------------------------------------------------
 
 
-@dtypes
-@pytest.mark.parametrize("page_size", [0, 1, 7, 16])
-@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
-def test_replay_position_by_position(rotary, page_size, dtype):
-    """Token by token, and several at once: the results of dense causal attention to all tokens."""
-    batch, heads, kv_heads, seq, dim = 2, 4, 2, 70, 40
-    q, k, v = (torch.randn(batch, h, seq, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
-    angle = torch.arange(seq)[:, None] * 100.0 ** (-torch.arange(12) / 12)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    case = Case(dtype, dim, window_right=0, rotary=rotary)
-    t = {}
-    if page_size:
-        pages = -(-seq // page_size)
-        t["block_table"] = torch.randperm(batch * pages).int().view(batch, pages)
-        size = (batch * pages, page_size, kv_heads, dim)
-    else:
-        size = (batch, kv_heads, seq, dim)
-    t |= {name: torch.full(size, float("nan")).to(dtype) for name in ("k_cache", "v_cache")}
-    if rotary:
-        t |= dict(rotary_cos=cos, rotary_sin=sin)
-
-    def replay(steps):
-        outputs, lses, first = [], [], 0
-        for step in steps:
-            new = {name: x[:, :, first : first + step] for name, x in (("key", k), ("value", v))}
-            new |= dict(query=q[:, :, first : first + step], cache_seqlens=int32([first] * batch))
-            output, lse = call(case, t | new)
-            outputs.append(output)
-            lses.append(lse)
-            first += step
-        assert first == seq
-        return dict(output=torch.cat(outputs, 2), lse=torch.cat(lses, 2))
-
-    options = dict(window_right=0, scale=case.scale)
-    if rotary:
-        turn = reference.attention_decode.rotate
-        wide = [turn(x.double(), cos, sin, rotary == "interleaved") for x in (q, k)]
-        own = [turn(x, cos, sin, rotary == "interleaved") for x in (q, k)]
-    else:
-        wide, own = [q.double(), k.double()], [q, k]
-    ref = reference.attention.attention(*wide, v.double(), **options)
-    single = reference.attention.attention(*(x.float() for x in own), v.float(), **options)
-    stock = F.scaled_dot_product_attention(
-        *own, v, is_causal=True, scale=case.scale, enable_gqa=True
-    )
-    for steps in ([1] * seq, [1, 2, 3, 5, 16, 1, 17, 25]):
-        found = replay(steps)
-        numerics.assert_close(found["output"], ref[0], stock, "output")
-        numerics.assert_close(found["lse"], ref[1], single[1], "lse")
-        if not rotary:  # the cache holds the given rows
-            dense = torch.ops.onepass.attention_forward(q, k, v, **options)
-            numerics.assert_close(found["output"], ref[0], dense[0], "ours, dense")
+@pytest.mark.parametrize("window_left", [-1, 9])
+def test_the_reference_is_that_of_attention(window_left):
+    """For each sequence alone, of the keys that it has after an append."""
+    case = Case(F32, 16, 8, seq_q=3, new_rows=3, window_left=window_left, window_right=0,
+                pads=(0, 2), alibi="", sinks=F32, softcap=3.0)  # fmt: skip
+    t = case.tensors()
+    found = definition(case, t, F64)
+    options = case.options() | {name: t[name].double() for name in ("alibi_slopes", "sinks")}
+    for b, (pad, used) in enumerate(zip(case.padding, case.used, strict=True)):
+        rows = [
+            torch.cat([read(t, cache, b, pad, used), t[new][b]], 1)[None].double()
+            for cache, new in (("k_cache", "key"), ("v_cache", "value"))
+        ]
+        query = t["query"][b : b + 1].double()
+        output, lse = reference.attention.attention(query, *rows, **options, bottom_right=True)
+        torch.testing.assert_close(found["output"][b : b + 1], output)
+        torch.testing.assert_close(found["lse"][b : b + 1], lse)
 
 
 # ---- everything with everything ------------------------------------------------------------------
@@ -211,14 +167,9 @@ def combination(row: dict) -> Case:
     return Case(window_left=left, window_right=right, heads=heads, kv_heads=kv_heads, **row)
 
 
-@pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(map(str, row.values())))
+ROWS = pairwise(AXES) + drawn(AXES, 20)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
 def test_pairs_of_options(row):
     check(combination(row))
-
-
-@everywhere
-def test_the_default_scale_is_not_assumed():
-    case = Case(F32, 16, seq_q=2, factor=0.0, lengths=(9, 9))
-    t = case.tensors()
-    mean = t["v_cache"][:, :, :9].mean(2).repeat_interleave(2, 1)[:, :, None].expand(2, 4, 2, 16)
-    torch.testing.assert_close(ours(case, t)["output"], mean)
