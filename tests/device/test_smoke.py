@@ -53,7 +53,7 @@ def test_a_fault_is_one_line_and_the_next_calls_run(tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     found = list(resumed.results(tmp_path / "cases")[0].values())
-    assert done.returncode == 1 and len(found) == 50, done.stderr
+    assert done.returncode == 1 and len(found) == 100, done.stderr
     bad = {case.case.split(":")[0]: case.why for case in found if case.outcome == "failed"}
     assert list(bad) == ["dropout 3", "dropout 5", "dropout 7"]
     assert bad["dropout 3"] == "RuntimeError: an illegal access"

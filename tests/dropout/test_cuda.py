@@ -39,9 +39,13 @@ def each_instance(cuda, build: str = "plain") -> None:
                 cuda.set(shift=0 if misaligned < 0 else 8, misaligned=misaligned)
                 x, residual = torch.randn(size), torch.randn(size).to(dtype)
                 x = x.to(dtype or torch.bfloat16)
-                for arguments in ((x, residual, drawn_seed(7)), (x, None, drawn_seed(7))):
-                    found = torch.ops.onepass.dropout_forward(*arguments, 0.3, None)
-                    assert torch.equal(found, cpus(*arguments, 0.3, None))
+                seed, wide = drawn_seed(7), torch.float32 if dtype is torch.bfloat16 else None
+                for arguments in (
+                    (x, residual, seed, 0.3, None), (x, None, seed, 0.3, wide),
+                    (x, None, seed, 1.0, None), (x, residual, None, 0.0, None),
+                ):  # fmt: skip
+                    found = torch.ops.onepass.dropout_forward(*arguments)
+                    assert torch.equal(found, cpus(*arguments))
 
 
 @pytest.mark.parametrize("build", emulated.SANITIZERS)

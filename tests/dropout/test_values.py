@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import onepass
 from onepass import functional, numerics, reference
-from tests.emulator.executors import everywhere, on_cuda
+from tests.emulator.executors import everywhere
 from tests.support.dtypes import F32
 from tests.support.refused import assert_refused
 from tests.support.seeds import drawn_seed
@@ -53,26 +53,6 @@ def test_values_and_gradients_in_every_dtype(stream, dtype):
     numerics.assert_close(y, of(*(t.double() for t in given), 0.3, seed), of(*given, 0.3, seed))
     factor = reference.dropout.keep_scale(seed, g.numel(), 0.3, torch.float64).view(g.shape)
     numerics.assert_close(dx, g.double() * factor, (g * factor.to(g.dtype)).to(dtype))
-
-
-cpus = torch.ops.onepass.dropout_forward.default  # whatever the executor
-
-
-@on_cuda
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 7, 64, 1000, 8200, 9001])
-def test_bitwise_the_cpus(executor, dtype, size):
-    """From one seed."""
-    x, stream, seed = torch.randn(size).to(dtype), torch.randn(size).to(dtype), drawn_seed(9)
-    wide = torch.randn(size)  # beside 16 bits
-    for p in (1e-6, 0.3, 1.0):
-        for arguments in (
-            (x, None, seed, p, None), (x, stream, seed, p, None),
-            *([(x, wide, seed, p, None), (x, None, seed, p, F32)] if dtype.itemsize == 2 else []),
-        ):  # fmt: skip
-            assert torch.equal(torch.ops.onepass.dropout_forward(*arguments), cpus(*arguments))
-    added = functional.add_dropout(x, stream, 0.0)
-    assert torch.equal(added, cpus(x, stream, None, 0.0, None))
 
 
 @everywhere

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onepass import functional
-from tests.emulator.executors import everywhere, on_cuda
+from tests.emulator.executors import everywhere
 from tests.norm.forms import (
     BF16,
     BRANCHES,
@@ -136,25 +136,6 @@ def test_an_upstream_gradient_of_another_dtype():
 
 
 # ---- as other calls ------------------------------------------------------------------------------
-
-
-@on_cuda
-@dtypes
-@pytest.mark.parametrize("form", ["add", "alone"])
-@pytest.mark.parametrize("shape", [(3, 5, 72), (3, 2, 257), (4, 8)], ids=str)
-def test_bitwise_the_cpus(executor, shape, dtype, form):
-    """From one seed: the sum, and the gradient of the branch."""
-    case = make(form, shape, dtype, p=0.3)
-    t, scales = case.tensors, (case.tensors["column_scale"], case.row_scale)
-    seed = torch.tensor([3, 4])
-    forward = (t["input"], t.get("residual"), *scales, seed, 0.3, None)
-    assert torch.equal(CPUS_FORWARD(*forward), RAW.branch_forward(*forward))
-    backward = (case.gradients[0], t["input"], *scales, seed, 0.3, None, 1)
-    assert torch.equal(CPUS_BACKWARD(*backward)[0], RAW.branch_backward(*backward)[0])
-
-
-CPUS_FORWARD = RAW.branch_forward.default  # whatever the executor
-CPUS_BACKWARD = RAW.branch_backward.default
 
 
 # ---- shapes --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import functional, numerics
+from onepass import functional
 from tests.emulator.executors import everywhere
 from tests.norm.forms import BF16, BRANCHES, F16, F32, F64, MODULATED, dtypes, make
 
@@ -76,46 +76,7 @@ def test_modulated_norms(rms):
     assert getattr(onepass.nn, f"Modulated{name}")((4, 16)).eps == (None if rms else 1e-5)
 
 
-# ---- as models have them -------------------------------------------------------------------------
-
-
-def three_ways(ours, theirs, *tensors, dtype):
-    """(ours, in float64, theirs) of a composition, and of its gradients."""
-    found = []
-    for function, of in ((ours, dtype), (theirs, F64), (theirs, dtype)):
-        leaves = [t.to(of).detach().requires_grad_() for t in tensors]
-        outputs = function(*leaves)
-        loss = sum(output.float().square().sum() for output in outputs)
-        found.append([*outputs, *torch.autograd.grad(loss, leaves)])
-    return zip(*found, strict=True)
-
-
-@pytest.fixture
-def normalization():
-    reason = "compares with diffusers' modules"
-    return pytest.importorskip("diffusers.models.normalization", reason=reason)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_diffusers_ada_layer_norm_zero(normalization, dtype):
-    """DiT's, and the gated residual after it as in diffusers' BasicTransformerBlock."""
-    module = normalization.AdaLayerNormZero(48)
-    x, branch, embedding = torch.randn(3, 20, 48), torch.randn(3, 20, 48), torch.randn(3, 48)
-    parts = module.linear(module.silu(embedding)).detach()
-
-    def theirs(x, parts, branch):
-        module.emb, module.silu, module.linear = None, torch.nn.Identity(), torch.nn.Identity()
-        y, gate, shift_mlp, scale_mlp, _ = module(x, emb=parts)
-        h = x + gate.unsqueeze(1) * branch
-        return y, module.norm(h) * (1 + scale_mlp[:, None]) + shift_mlp[:, None], h
-
-    def ours(x, parts, branch):
-        shift, scale, gate, shift_mlp, scale_mlp, _ = parts.chunk(6, dim=1)
-        norm = onepass.nn.ModulatedLayerNorm(48, eps=1e-6)
-        return norm(x, scale, shift), *norm(branch, scale_mlp, shift_mlp, x, gate)
-
-    for three in three_ways(ours, theirs, x, parts, branch, dtype=dtype):
-        numerics.assert_close(*three)
+# ---- as models have them: integrations/test_diffusers_norms.py has others ------------------------
 
 
 @dtypes

@@ -80,7 +80,6 @@ def deepseek_v2():
 # (theirs, ours), rotary_dim, whether their tables repeat neighbours
 MODELS = {
     "llama": (llama("llama"), HEAD_DIM, False),
-    "qwen3": (llama("qwen3"), HEAD_DIM, False),
     "gemma3": (llama("gemma3"), HEAD_DIM, False),
     "gpt_neox": (llama("gpt_neox"), HEAD_DIM // 4, False),
     "cohere": (llama("cohere", interleaved=True), HEAD_DIM, True),
