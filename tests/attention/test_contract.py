@@ -133,11 +133,9 @@ CAP = "softcap must be 0 or a positive number that float32 holds, got"
 SEED_GIVEN = "seed must be given with dropout_p > 0 only, got"
 BESIDE_CU = "cu_seq_k must be given with cu_seq_q, and not without, got"
 LONGEST = "must be at least the longest sequence,"
-DIM = "must have a head_dim of 1 to 512, got"
 SLOPES = "alibi_slopes must have shape (4,) or (2, 4), got"
 PAGES = "block_table must hold numbers of the 3 pages, got"
 INT32 = "must be an int32 tensor of shape"
-LIKE = "must have dtype float32 or query's float32, got"
 WRONG = [
     # shapes
     (RIGHT, dict(query=X[0]), "query must have 4 dimensions, got (4, 6, 8)"),
@@ -147,8 +145,10 @@ WRONG = [
     (RIGHT, dict(query=X[:, :3]), "query must have a multiple of the 2 heads of key, got 3"),
     (RIGHT, dict(query=X[:, :0]), "query must have a multiple of the 2 heads of key, got 0"),
     (RIGHT, dict(key=KV[:, :0], value=KV[:, :0]), "key must have at least one head, got 0"),
-    (RIGHT, dict(query=X[..., :0], key=KV[..., :0]), f"query {DIM} 0"),
-    (RIGHT, dict(value=torch.zeros(2, 2, 5, 513)), f"value {DIM} 513"),
+    (RIGHT, dict(query=X[..., :0], key=KV[..., :0]),
+     "query must have a head_dim of 1 to 512, got 0"),
+    (RIGHT, dict(value=torch.zeros(2, 2, 5, 513)),
+     "value must have a head_dim of 1 to 512, got 513"),
     # dtypes and devices
     (RIGHT, dict(query=X.long()), f"query {FLOATS} int64"),
     (RIGHT, dict(key=KV.bfloat16()), "key must have dtype float32 like query, got bfloat16"),
@@ -168,7 +168,8 @@ WRONG = [
     (RIGHT, dict(alibi_slopes=torch.zeros(4).half()),
      "alibi_slopes must have dtype float32, got float16"),
     (RIGHT, dict(sinks=torch.zeros(2)), "sinks must have shape (4,), got (2,)"),
-    (RIGHT, dict(sinks=torch.zeros(4).half()), f"sinks {LIKE} float16"),
+    (RIGHT, dict(sinks=torch.zeros(4).half()),
+     "sinks must have dtype float32 or query's float32, got float16"),
     # numbers
     (RIGHT, dict(window_left=-2), "window_left must be at least -1, got -2"),
     (RIGHT, dict(dropout_p=1.5, seed=SEED), "dropout_p must lie between 0 and 1, got 1.5"),
@@ -178,7 +179,7 @@ WRONG = [
     (RIGHT, dict(dropout_p=0.5, seed=SEED.int()),
      "seed must be a dense int64 tensor of shape (2,) on cpu, got (2,) of int32 on cpu"),
     (RIGHT, dict(softcap=1e39), f"{CAP} 1e+39"),
-    (RIGHT, dict(max_q=5), f"max_q {LONGEST} 6, got 5"),
+    (RIGHT, dict(max_q=5), "max_q must be at least the longest sequence, 6, got 5"),
     (RIGHT, dict(query_offset=-1), "query_offset must not be negative, got -1"),
     (RIGHT, dict(key_offset=2**40), "key_offset must be below 2^40, got 1099511627776"),
     # packed sequences

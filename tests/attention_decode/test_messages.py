@@ -32,13 +32,11 @@ ROOM = "cache_seqlens must lie between 0 and the rows of the cache,"
 OF_PAGES = "block_table must hold numbers of the 5 pages, got"
 INT32 = "must be an int32 tensor of shape (2,) on cpu, got"
 CACHE = "cache_batch_idx must lie between 0 and the last cache, 3, got"
-ELSEWHERE = "block_table must not let a row be read that is written at another place,"
+ELSEWHERE = "block_table must not let a row be read that is written at another place, got row"
 LEAVE = "cache_seqlens must leave room for 2 new rows in a cache of"
-DIM = "must have a head_dim of 1 to 512, got"
 SLOPES = "alibi_slopes must have shape (4,) or (2, 4), got"
 LEFTPAD = "cache_leftpad must lie between 0 and the rows in use,"
 TOGETHER = "rotary_cos must be given together with rotary_sin, got"
-IN_PLACE = "it is written in place, got strides"
 WRONG = [
     # shapes
     (READ, dict(query=Q[0]), "query must have 4 dimensions, got (4, 3, 8)"),
@@ -49,7 +47,8 @@ WRONG = [
     (PAGED, dict(v_cache=POOL[:4]), "v_cache must have shape (5, 4, 2, 8), got (4, 4, 2, 8)"),
     (READ, dict(query=Q[:, :3]), "query must have a multiple of the 2 heads of k_cache, got 3"),
     (READ, dict(k_cache=K[:, :0], v_cache=K[:, :0]), "k_cache must have at least one head, got 0"),
-    (READ, dict(v_cache=torch.zeros(2, 2, 9, 513)), f"v_cache {DIM} 513"),
+    (READ, dict(v_cache=torch.zeros(2, 2, 9, 513)),
+     "v_cache must have a head_dim of 1 to 512, got 513"),
     # dtypes and devices
     (READ, dict(query=Q.double(), k_cache=K.double(), v_cache=K.double()),
      "query must have dtype float32, bfloat16 or float16, got float64"),
@@ -105,9 +104,9 @@ WRONG_APPEND = [
      "block_table must not give the same row to write twice, got row 1 of page 1"),
     # rows that are read at another place than they are written, in another sequence or the same
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 4], [2, 1, 3]]), cache_seqlens=int32([5, 8])),
-     f"{ELSEWHERE} got row 1 of page 1"),
+     f"{ELSEWHERE} 1 of page 1"),
     (APPEND_PAGED, dict(block_table=int32([[0, 1, 0], [2, 3, 4]]), cache_seqlens=int32([8, 8])),
-     f"{ELSEWHERE} got row 0 of page 0"),
+     f"{ELSEWHERE} 0 of page 0"),
     # rotary embedding
     (ROTARY, dict(rotary_sin=None), f"{TOGETHER} it alone"),
     (ROTARY, dict(rotary_cos=None), f"{TOGETHER} rotary_sin alone"),
@@ -121,11 +120,12 @@ WRONG_APPEND = [
      "rotary_cos must have a row for every position, 10, got 9"),
     # caches that cannot be written in place
     (APPEND, dict(k_cache=K.mT.contiguous().mT),
-     f"k_cache must be dense in its last dimension, {IN_PLACE} (144, 72, 1, 9)"),
+     "k_cache must be dense in its last dimension, it is written in place, got strides "
+     "(144, 72, 1, 9)"),
     (APPEND, dict(k_cache=K[:1].expand(2, 2, 9, 8)),
-     f"k_cache must not be expanded, {IN_PLACE} (0, 72, 8, 1)"),
+     "k_cache must not be expanded, it is written in place, got strides (0, 72, 8, 1)"),
     (APPEND_PAGED, dict(v_cache=POOL[:, :1].expand(5, 4, 2, 8)),
-     f"v_cache must not be expanded, {IN_PLACE} (64, 0, 8, 1)"),
+     "v_cache must not be expanded, it is written in place, got strides (64, 0, 8, 1)"),
 ]  # fmt: skip
 
 

@@ -27,11 +27,16 @@ def refused(op, given: dict, wrong: dict[str, dict], name: str) -> None:
 def test_messages(name):
     """Those without data are in all_families/test_messages.py."""
     has_layer = name == "linear_cross_entropy"
-    classes, features = (9, "in_features") if has_layer else (6, "classes")
+    classes = 9 if has_layer else 6
     x, ones, layer = torch.randn(4, 6), torch.ones(classes), torch.ones(9, 6)
     target = torch.zeros(4, dtype=torch.int64)
-    shape = rf"input must have shape \({features},\) or \(rows, {features}\), other dimensions"
-    shape += " being flattened, got"
+    shape = (
+        r"input must have shape \(in_features,\) or \(rows, in_features\), other dimensions "
+        r"being flattened, got"
+        if has_layer
+        else r"input must have shape \(classes,\) or \(rows, classes\), other dimensions being "
+        r"flattened, got"
+    )
     of_target = (
         r"target must have dtype int64, indices of classes \(torch.nn.functional.cross_entropy "
         r"takes their probabilities\), got"
