@@ -47,7 +47,7 @@ def test_bitwise_equal_for_any_number_of_threads(name):
 
 @each("kind", cpu=DTYPES, cuda=KINDS)
 @pytest.mark.isa
-@pytest.mark.emulator_grid(2)
+@pytest.mark.emulator_grid
 @pytest.mark.parametrize("terms", [{}, dict(bias="bh", mask="b", alibi="b")], ids=["", "terms"])
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 300), (7, 129), (130, 150), (200, 70)])
 def test_a_row_does_not_depend_on_its_batch(executor, seq_q, seq_k, terms, kind):

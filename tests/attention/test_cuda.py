@@ -84,7 +84,7 @@ AXES = {name: values for name, values in test_values.AXES.items() if name != "dt
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", every_third(pairwise(AXES, 1) + drawn(AXES, 24)))
+@pytest.mark.parametrize("row", every_third(pairwise(AXES, 1) + drawn(AXES, 6)))
 def test_pairs_of_options(cuda, row):
     cuda.keywords["deterministic"] = row["dlse"]
     kind = of_kind(row["kind"])

@@ -29,7 +29,7 @@ def named(**changes) -> list:
 
 
 # On CUDA rows are copied by 16 bytes, by 8, by 4 or by elements: smaller cases cover all four.
-laid_out = each("case", cpu=named(), cuda=named(heads=2, kv_heads=1, seq_q=33, seq_k=70))
+laid_out = each("case", cpu=named(), cuda=named(heads=2, kv_heads=1, seq_q=17, seq_k=70))
 NAMES = ["query", "key", "value", "bias", "mask", "doutput"]
 
 

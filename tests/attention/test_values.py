@@ -162,7 +162,7 @@ AXES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", every_third(pairwise(AXES) + drawn(AXES, 30)))
+@pytest.mark.parametrize("row", every_third(pairwise(AXES) + drawn(AXES, 9)))
 def test_pairs_of_options(row):
     check(attention_cases.combination(row))
 
@@ -203,10 +203,10 @@ EVERYTHING = Case(
 )  # fmt: skip
 
 
-@everywhere
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-def test_each_gradient_alone(dtype):
+def test_each_gradient_alone(executor, dtype):
     case = replace(EVERYTHING, dtype=dtype)
+    case = replace(case, heads=2, kv_heads=1) if executor.name == "emulated" else case
     t = case.tensors()
     outputs = forward(case, t)
     every = backward(case, t, outputs)
@@ -248,7 +248,7 @@ def test_a_call_without_gradients_of_outputs_gives_zeros(dtype):
 @pytest.mark.parametrize("options", [{}, dict(window_right=0), dict(kv_heads=1)], ids=str)
 def test_16_bit_gradients_are_accumulated_in_float32(executor, options, dtype):
     """As in torch's unfused function; its fused one, the base of other tests, does not."""
-    heads, seq = (2, 400) if executor.name == "emulated" else (4, 512)
+    heads, seq = (2, 300) if executor.name == "emulated" else (4, 512)
     case = Case(dtype, 64, batch=1, heads=heads, seq_q=seq, seq_k=seq, **options)
     t = case.tensors()
     found, ref = ours(case, t), attention_cases.definition(case, t, F64)

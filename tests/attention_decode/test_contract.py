@@ -110,13 +110,13 @@ def test_bitwise_equal_in_any_storage(executor, name):
     """Pages of any size, dense caches, other room, padding: the same keys give the same bits."""
     case = CASES[name] if executor.name == "cpu" else BATCHES[name]
     expected = ours(case)
-    for page_size in (0, 1, 7, 16, 64, 3500):
+    for page_size in (0, 1, 7, 64, 3500):
         of = replace(case, page_size=page_size, out_bshd=page_size % 2 > 0)
         assert_same(ours(of), expected, f"{page_size=}")
         if not case.pads and not case.rotary:
             of = replace(of, pads=(0, 1, 64, 100), scattered=page_size == 0)
             assert_same(ours(of), expected, f"{page_size=}")
-    for room in (0, 1, 1000, 3500):
+    for room in (0, 1, 3500):
         of = replace(case, page_size=0, room=room, scattered=room > 0)
         assert_same(ours(of), expected, f"{room=}")
     t = case.tensors()

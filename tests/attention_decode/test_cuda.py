@@ -68,7 +68,7 @@ AXES = test_values.AXES | dict(
 )
 
 
-@pytest.mark.parametrize("row", every_third(pairwise(AXES) + drawn(AXES, 36)))
+@pytest.mark.parametrize("row", every_third(pairwise(AXES) + drawn(AXES, 18)))
 def test_pairs_of_options(row):
     check(test_values.combination(row))
 

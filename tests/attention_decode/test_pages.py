@@ -34,6 +34,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @everywhere
 @dtypes
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256])
+@pytest.mark.grid  # the pairs of options hold the others
 def test_lengths_around_a_page(page_size, dtype):
     """No key, one key, one less than a page, a page, one more, several pages."""
     lengths = sorted({0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, 300})
