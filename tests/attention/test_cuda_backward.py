@@ -112,6 +112,7 @@ def test_both_layouts_give_the_same_bits(cuda, name):
 
 @pytest.mark.parametrize("dtype, head_dim, pair_bytes", [(BF16, 40, 64_000), (F32, 150, 600_000)])
 @pytest.mark.parametrize("share", [0, 2])
+@pytest.mark.grid
 def test_any_number_of_heads_in_turns(cuda, dtype, head_dim, pair_bytes, share):
     """Each by itself, and two at a time, which leaves one of three over. A pair shares Q, dO and
     dQ, in float32 K, V, Q and dO."""
@@ -158,6 +159,7 @@ def keys_of_tile(case: Case, call: dict) -> int:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", [name for name in ONE_PASS if "float" not in name])
+@pytest.mark.grid
 def test_one_pass(cuda, name, deterministic):
     """K, V, dK and dV once; Q and dO, and dQ in float32, once for each tile of keys that sees them,
     by whole tiles of queries; O once more, with dO. To the byte, except rows that fill up eight.

@@ -131,6 +131,7 @@ def test_rows_without_keys(how, sinks, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", ["bias", "mask"])
 @pytest.mark.parametrize("length", [64, 192, 320])
+@pytest.mark.grid(2)
 def test_half_a_tile_with_a_mask_and_a_small_lse(length, mask, dtype):
     """S mod 128 = 64 and LSE below -88, where exp(score) and exp(-lse) have no float32."""
     case = Case(dtype, 64, batch=1, seq_q=length, seq_k=length, factor=0.5)

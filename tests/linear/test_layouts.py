@@ -27,7 +27,7 @@ def test_the_gradient_lies_as_the_weight_does(dtype):
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 @dtypes
 @pytest.mark.parametrize("rows", [1, 2, 7, 17])
 @pytest.mark.parametrize("in_features", [1, 2, 5, 33])

@@ -105,6 +105,7 @@ def test_without_some_tensors(executor, form, options):
 
 
 @everywhere
+@pytest.mark.emulator_grid
 @each_form
 @pytest.mark.parametrize("cols", [65, 2056])
 def test_gradients_for_some_arguments_only(cols, form):
