@@ -72,7 +72,7 @@ def test_sequences_of_their_own_lengths(storage, kind):
                   window_left=40, bottom_right=True, bias_dtype=case.dtype, dlse=True))  # fmt: skip
 
 
-AXES = {name: values for name, values in test_values.AXES.items() if name != "dtype"} | dict(
+AXES = {"kind" if name == "dtype" else name: of for name, of in test_values.AXES.items()} | dict(
     kind=KINDS,
     head_dim=(8, 64, 72, 128, 160, 264),
     length=[(150, 230), (1, 200), (130, 3), (33, 97), (96, 64)],
