@@ -45,6 +45,16 @@ def test_nothing_is_drawn_in_evaluation():
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("format", [torch.channels_last, torch.contiguous_format])
+def test_drop_path_of_images(format):
+    x = torch.randn(6, 4, 3, 5).to(memory_format=format)
+    torch.manual_seed(1)
+    y = onepass.nn.DropPath(0.5)(x)
+    torch.manual_seed(1)
+    factors = functional.drop_path_scale(x, 0.5)
+    assert y.is_contiguous(memory_format=format) and torch.equal(y, x * factors.view(6, 1, 1, 1))
+
+
 def test_modules_of_branches():
     drop_path = onepass.nn.DropPath(0.12345)
     assert repr(drop_path) == "DropPath(drop_prob=0.123)" and not drop_path.state_dict()
