@@ -171,8 +171,7 @@ ONE_SHAPE = "outputs must have one shape (..., dim) and dtype, got (2, 3, 8) flo
 OF_LSES = "lses must have shape (2, 3), that of outputs without the last dimension, got"
 WRONG = [
     ([], [], "outputs must hold at least one tensor, got none"),
-    (torch.zeros(0, 2, 3, 8), torch.zeros(0, 2, 3),
-     "outputs must hold at least one tensor, got none"),
+    (torch.zeros(0, 2, 8), torch.zeros(0, 2), "outputs must hold at least one tensor, got none"),
     (torch.tensor(1.0), [LSE], "outputs must have the parts in its first dimension, got none"),
     ([ONE], torch.tensor(1.0), "lses must have the parts in its first dimension, got none"),
     ([ONE, ONE], [LSE], "lses must hold as many tensors as outputs, 2, got 1"),

@@ -14,8 +14,6 @@ from tests.emulator.executors import all_instances
 from tests.support.seeds import drawn_seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 cpus = torch.ops.onepass.dropout_forward.default
 
 
