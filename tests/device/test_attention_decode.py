@@ -24,7 +24,6 @@ from tests.attention_decode.cases import (
     int32,
     ours,
     same_bits,
-    whole_storage,
     with_copied_caches,
 )
 from tests.device.common import (
@@ -48,7 +47,7 @@ def on_device(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     moved = {name: tensor.to(DEVICE) for name, tensor in t.items()}
     for name in ("k_cache", "v_cache"):
         cache = t[name]
-        storage = whole_storage(cache).to(DEVICE)
+        storage = cache.new_empty(0).set_(cache.untyped_storage()).to(DEVICE)
         moved[name] = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset())
     return moved
 
