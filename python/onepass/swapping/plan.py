@@ -157,7 +157,7 @@ class Plan:
         return edits + self.named + self.edits_of_precision()
 
     def edits_of_precision(self) -> list[Edit]:
-        """Lists the edits that give swapped modules with products the precision, earlier ones too."""
+        """Lists the edits of the precision of swapped modules with products, earlier ones too."""
         if self.precision is None:
             return []
         return [Edit(module, ATTRIBUTE, self.precision) for module in self.modules_with_products()]
