@@ -105,18 +105,3 @@ def test_metrics_of_an_evaluation(tmp_path):
         trainer = trainer_of(m, arguments(tmp_path), compute_metrics=metrics)
         trainer.evaluate(trainer.train_dataset)
     assert torch.equal(*seen)
-
-
-def test_a_model_that_is_resized_and_saved(tmp_path):
-    model = llama()
-    onepass.swap(model, lazy_logits=True)
-    model.resize_token_embeddings(700)
-    ids = torch.randint(700, (2, 9))
-    output = model(input_ids=ids, labels=ids)
-    assert isinstance(output.logits, LazyLogits) and output.logits.shape == (2, 9, 700)
-    output.loss.backward()
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    onepass.unswap(model)
-    assert type(loaded) is type(model)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)

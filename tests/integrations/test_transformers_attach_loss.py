@@ -11,7 +11,6 @@ from torch import nn
 
 import onepass
 import onepass.integrations.transformers as integration
-from onepass import numerics
 from onepass._policy import small_calls
 from onepass.integrations.transformers import losses, models
 from onepass.swapping.reasons import Reason
@@ -52,7 +51,7 @@ def types(model: nn.Module) -> list[type]:
     ("name", "lazy", "dtype"),
     halved(MODELS, (False, True), (torch.float32, torch.bfloat16)),
 )
-def test_the_loss_and_its_gradients(name, lazy, dtype):
+def test_the_loss_and_its_gradients(name, lazy, dtype, tmp_path):
     stock, batch = make(name).to(dtype), labelled()
     model = copy.deepcopy(stock)
     report = integration.attach(model, lazy_logits=lazy, strict=True)
@@ -64,13 +63,13 @@ def test_the_loss_and_its_gradients(name, lazy, dtype):
     output = model(**batch)
     assert waits(output.logits) is lazy and type(output).__name__ == type(stock(**batch)).__name__
     assert count(lambda: model(**batch)) == 1
-    numerics.assert_close(  # where somebody reads them
-        output.logits.detach() + 0,
-        copy.deepcopy(stock).double()(**batch).logits.detach(),
-        stock(**batch).logits.detach(),
-    )
-    assert_same(model, stock, batch)
     assert_same(model, stock, {**batch, "num_items_in_batch": torch.tensor(7)})
+    twin = pickle.loads(pickle.dumps(model))
+    assert waits(twin(**batch).logits) is lazy and models.is_attached(twin)
+    model.save_pretrained(tmp_path)
+    assert type(type(stock).from_pretrained(tmp_path)) is type(stock)
+    assert integration.detach(twin)[0] == "" and type(twin) is type(stock)
+    assert torch.equal(twin(**batch).loss, stock(**batch).loss) and models.is_attached(model)
 
 
 def test_verify_compares_with_the_loss_from_before(monkeypatch):
@@ -87,46 +86,6 @@ def test_verify_compares_with_the_loss_from_before(monkeypatch):
 
 
 # ---- everything but training ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.grid
-def test_generation_and_checkpoints_are_the_same(name, lazy, tmp_path):
-    stock = make(name).eval()
-    model = copy.deepcopy(stock)
-    integration.attach(model, lazy_logits=lazy)
-    ids = labelled()["input_ids"]
-    with torch.no_grad():
-        assert type(model(ids, labels=ids).logits) is torch.Tensor
-    options = dict(max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
-    assert list(model.state_dict()) == list(stock.state_dict())
-    for m, folder in ((model, "ours"), (stock, "stock")):
-        m.save_pretrained(tmp_path / folder)
-    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "ours").iterdir())
-    loaded = type(stock).from_pretrained(tmp_path / "ours")
-    assert type(loaded) is type(stock) and models.is_attached(model)
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, stock.state_dict()[key])
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.grid
-def test_copies_are_attached_and_detach_by_themselves(name, lazy):
-    model, stock, batch = make(name), make(name), labelled()
-    for m in (model, stock):
-        m.set_attn_implementation("eager")  # not what transformers would choose
-    integration.attach(model, lazy_logits=lazy)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(twin) is type(model) and waits(twin(**batch).logits) is lazy
-        assert models.is_attached(twin) and torch.equal(twin(**batch).loss, model(**batch).loss)
-        assert integration.detach(twin)[0] == "" and type(twin) is type(stock)
-        assert twin.config._attn_implementation == "eager"
-        assert torch.equal(twin(**batch).loss, stock(**batch).loss)
-        assert type(model) is not type(stock) and models.is_attached(model)
 
 
 def test_a_pickled_model_loads_in_another_process(tmp_path):
@@ -220,16 +179,6 @@ def test_lazy_logits_after_a_loss_with_logits():
     assert waits(model(**labelled()).logits)
 
 
-def test_heads_that_make_logits_at_once_are_reported():
-    model = make()
-    model.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="'lm_head': its logits are made at once"):
-        integration.attach(model, lazy_logits=True, strict=True)
-    (entry,) = integration.attach(model, lazy_logits=True).skipped
-    assert (entry["name"], entry["reason"].kind) == ("lm_head", Reason.HOOKS_OF_HEAD)
-    assert type(model(**labelled()).logits) is torch.Tensor
-
-
 def test_losses_outside_of_models_of_transformers_stay():
     model = nn.ModuleDict({"model": make(), "loss": nn.CrossEntropyLoss()})
     report = integration.attach(model)
@@ -265,17 +214,3 @@ def test_the_report_names_the_loss_that_a_forward_calls():
     )
     (entry,) = losses_of(integration.attach(transformers.T5ForConditionalGeneration(config)))
     assert entry["before"] == "cross_entropy"  # not its loss_function, which it does not call
-
-
-def test_a_loss_function_of_the_users_own_is_redirected():
-    model, stock, batch = make(), make(), labelled()
-    for m in (model, stock):
-        m.loss_function = _own_loss
-    (entry,) = losses_of(integration.attach(model))
-    assert entry["before"] == "_own_loss"
-    assert_same(model, stock, batch)
-    assert integration.detach(model)[0] == "" and model.loss_function is _own_loss
-
-
-def _own_loss(logits, labels, vocab_size, **_):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 2

@@ -145,8 +145,18 @@ class CheckpointsByAttribute(CheckpointsInside):
         return self.run(self.core, x)
 
 
+class Unflattened(Base):
+    """Splits heads as diffusers does; Dynamo cannot trace the method under another mode."""
+
+    def split(self, x):
+        return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    def forward(self, x):
+        return self.join(F.scaled_dot_product_attention(*self.split(x)))
+
+
 FOUND = [
-    Plain, Alias, ImportedInside, MethodOfThatName, Helper, Decorated, WithProcessor,
+    Unflattened, Plain, Alias, ImportedInside, MethodOfThatName, Helper, Decorated, WithProcessor,
     CallsItsBase, ByKeyword,
 ]  # fmt: skip
 

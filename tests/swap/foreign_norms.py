@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from onepass.swapping.reasons import Reason
+
 
 class Weighted(nn.Module):
     """The base of all classes below: one weight, an eps, a forward of one tensor."""
@@ -220,27 +222,27 @@ ACCEPTED = {
     LayerNormOverridden: "onepass layer_norm",
 }
 
-REFUSED = {
-    RMSWithBias: "is an RMS norm with a bias",
-    EpsOutside: "differs from rms_norm for small inputs in float32",
-    EpsAsFloor: "differs from rms_norm for small inputs in float32",
-    OtherEps: "differs from rms_norm for unit inputs in float32",
-    Max: "is no RMS or layer norm",
-    Unbiased: "is no RMS or layer norm",
-    WeightBefore: "is no RMS or layer norm",
-    Clamped: "differs from rms_norm for large inputs in float32",
-    OverBatch: "is no RMS or layer norm",
-    Detached: "differs from rms_norm for unit inputs in float32: gradient of the input",
-    CoarseInBfloat16: "differs from rms_norm for unit inputs in bfloat16",
-    NoisyInTraining: "draws random numbers in training",
-    OtherInEval: "differs between training and eval",
-    Counting: "keeps state: a call changes its attribute 'calls'",
-    HiddenState: "keeps state: two calls with the same input differ",
-    TensorAttribute: "keeps a tensor in its attribute 'scale'",
-    Gated: "its forward takes (x, gate=None), not exactly one tensor",
-    AnyArguments: "its forward takes (*args), not exactly one tensor",
-    TwoWeightsNorm: "has 2 parameters (weight, gain)",
-    Uncopyable: "cannot be copied",
-    ReturnsTuple: "returns tuple for an input of shape",
-    InPlace: "fails on a 2-D float32 input",
+REFUSED = {  # the reason, and words of it
+    RMSWithBias: (Reason.PROBE, "is an RMS norm with a bias"),
+    EpsOutside: (Reason.PROBE, "differs from rms_norm for small inputs in float32"),
+    EpsAsFloor: (Reason.PROBE, "differs from rms_norm for small inputs in float32"),
+    OtherEps: (Reason.PROBE, "differs from rms_norm for unit inputs in float32"),
+    Max: (Reason.PROBE, "is no RMS or layer norm"),
+    Unbiased: (Reason.PROBE, "is no RMS or layer norm"),
+    WeightBefore: (Reason.PROBE, "is no RMS or layer norm"),
+    Clamped: (Reason.PROBE, "differs from rms_norm for large inputs in float32"),
+    OverBatch: (Reason.PROBE, "is no RMS or layer norm"),
+    Detached: (Reason.PROBE, "for unit inputs in float32: gradient of the input"),
+    CoarseInBfloat16: (Reason.PROBE, "differs from rms_norm for unit inputs in bfloat16"),
+    NoisyInTraining: (Reason.PROBE, "draws random numbers in training"),
+    OtherInEval: (Reason.PROBE, "differs between training and eval"),
+    Counting: (Reason.PROBE, "keeps state: a call changes its attribute 'calls'"),
+    HiddenState: (Reason.PROBE, "keeps state: two calls with the same input differ"),
+    TensorAttribute: (Reason.KEEPS_TENSOR, "'scale'"),
+    Gated: (Reason.ARGUMENTS, "(x, gate=None)"),
+    AnyArguments: (Reason.ARGUMENTS, "(*args)"),
+    TwoWeightsNorm: (Reason.PARAMETERS, "2 parameters (weight, gain)"),
+    Uncopyable: (Reason.PROBE, "cannot be copied"),
+    ReturnsTuple: (Reason.PROBE, "returns tuple for an input of shape"),
+    InPlace: (Reason.PROBE, "fails on a 2-D float32 input"),
 }

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.swap.odd_modules import (
+    INPUTS,
     NUMBERS,
     TENSORS,
     Case,
-    Subclass,
     on_part,
     set_number,
     set_tensor,
-    strided,
     turned,
 )
 from tests.swap.test_rotary import apply_rotary_pos_emb
@@ -26,71 +25,61 @@ from tests.swap.test_rotary import apply_rotary_pos_emb
 SEQ, BATCH, EMBED, HEADS = 5, 3, 16, 4
 # F.linear decides by a sparse layout, and reads memory that is not there of a tensor on meta.
 DENSE = {name: make for name, make in TENSORS.items() if name not in ("sparse", "meta")}
-MASK_DTYPES = (
-    torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8,
-    torch.complex64,
-)  # fmt: skip
+FLAGS = (True, False, 1, 0, None, "x", torch.tensor(True))
+PROBABILITIES = (-0.1, 1.0, 1.5, 0, 1, True, None, "x", float("nan"), torch.tensor(0.0))
+NAN, INFINITY = float("nan"), float("inf")
+SCALES = (0, 0.0, -1.0, 2, INFINITY, NAN, None, True, "x", torch.tensor(0.5), 1e300, 1j)
 
 
-def mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    return (torch.rand(shape) < 0.3).to(dtype)
+def mask(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.3
 
 
-def made(named: dict) -> dict:
-    return {name: value() if callable(value) else value for name, value in named.items()}
+def normal(*shape: int, dtype=torch.float32, grad: bool = True) -> Callable:
+    return lambda: torch.randn(shape).to(dtype).requires_grad_(grad)
 
 
-def same(*shape: int, grad: bool = True, dtype=torch.float32, **named) -> Callable:
-    """One tensor as query, key and value."""
+def given(*makes: Callable, **named) -> Callable:
+    """Arguments by position, one object for one function, and by name."""
 
     def arguments():
-        x = torch.randn(shape).to(dtype).requires_grad_(grad)
-        return [x, x, x], made(named)
+        made = {make: make() for make in makes}
+        others = {name: value() if callable(value) else value for name, value in named.items()}
+        return [made[make] for make in makes], others
 
     return arguments
 
 
-def cross(*makes: Callable, **named) -> Callable:
-    return lambda: ([make() for make in makes], made(named))
+def odd_tensors(names: Sequence[str], *makes: Callable, **named) -> dict[str, Callable]:
+    """A call with each odd tensor in the place of all arguments, where they have one shape, and of
+    each of them."""
+    shapes = [tuple(make().shape) for make in makes]
+    found = {}
+    for text, odd in INPUTS.items():
+        if len({*shapes}) == 1:
+            alike = functools.partial(odd, shapes[0], torch.float32)
+            found[text] = given(*[alike] * len(makes), **named)
+        for place, name in enumerate(names[: len(makes)]):
+            one = functools.partial(odd, shapes[place], torch.float32)
+            changed = (one if i == place else make for i, make in enumerate(makes))
+            found[f"{name}: {text}"] = given(*changed, **named)
+    return found
 
 
-def normal(*shape: int, dtype=torch.float32, grad: bool = True, device="cpu") -> Callable:
-    return lambda: torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
-
-
-def thrice(make: Callable, **named) -> Callable:
-    return cross(make, make, make, **named)
-
-
-def with_named(arguments: Callable, **named) -> Callable:
-    def more():
-        args, others = arguments()
-        return args, {**others, **named}
-
-    return more
-
-
-def masks(name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable]:
-    """Masks of an argument: of every dtype in the usual shape, boolean and float in others."""
+def odd_masks(name: str, shapes: dict[str, tuple], *makes, **named) -> dict[str, Callable]:
+    """Masks of odd kinds in the usual shape; boolean and float ones in others."""
     usual, *_ = shapes.values()
     made = {
-        f"{name} of {dtype}": lambda dtype=dtype: mask(*usual, dtype=dtype) for dtype in MASK_DTYPES
+        f"{name}: {text}": functools.partial(odd, usual, torch.float32)
+        for text, odd in INPUTS.items()
     }
     for text, shape in shapes.items():
-        made[f"{name} {text}"] = lambda shape=shape: mask(*shape)
+        made[f"{name} {text}"] = functools.partial(mask, *shape)
         made[f"float {name} {text}"] = normal(*shape, grad=False)
-    made[f"{name} with a gradient"] = normal(*usual)
     made[f"{name} of all"] = lambda: torch.ones(usual, dtype=torch.bool)
     made[f"{name} of none"] = lambda: torch.zeros(usual, dtype=torch.bool)
-    made[f"infinite {name}"] = lambda: torch.full(usual, float("-inf"))
-    made[f"{name}: a list"] = lambda: mask(*usual).tolist()
-    made[f"{name}: a number"] = lambda: 1.0
-    made[f"{name}: transposed"] = lambda: turned(torch.randn(usual[::-1]))
-    return made
-
-
-FLAGS = (True, False, 1, 0, None, "x", torch.tensor(True))
-PROBABILITIES = (-0.1, 1.0, 1.5, 0, 1, True, None, "x", float("nan"), torch.tensor(0.0))
+    made[f"infinite {name}"] = lambda: torch.full(usual, -INFINITY)
+    return {text: given(*makes, **{name: make}, **named) for text, make in made.items()}
 
 
 PADDINGS = {
@@ -104,64 +93,29 @@ MASKS = {
 }  # fmt: skip
 
 
-def mha_calls(batched: tuple[int, ...], batch_first: bool) -> dict[str, Callable]:
-    """Calls whose weights are asked for or not."""
-    found = {}
-    for name, make in masks("key_padding_mask", PADDINGS).items():
-        found[name] = same(*batched, key_padding_mask=make)
-    for name, make in masks("attn_mask", MASKS).items():
-        found[name] = same(*batched, attn_mask=make)
-        found[name + ", causal"] = same(*batched, attn_mask=make, is_causal=True)
-    for first, second in itertools.product((torch.bool, torch.float32, torch.int64), repeat=2):
-        found[f"{first} and {second}"] = same(
-            *batched,
-            key_padding_mask=functools.partial(mask, BATCH, SEQ, dtype=first),
-            attn_mask=functools.partial(mask, SEQ, SEQ, dtype=second),
-        )
-    of_two = functools.partial(same, SEQ, EMBED)
+def mha_calls(batched: tuple[int, ...], **named) -> dict[str, Callable]:
+    x = normal(*batched)
+    three = [x] * 3
+    found = odd_tensors(("query", "key", "value"), *three, **named)
+    found |= odd_masks("key_padding_mask", PADDINGS, *three, **named)
+    found |= odd_masks("attn_mask", MASKS, *three, **named)
+    causal = odd_masks("attn_mask", MASKS, *three, is_causal=True, **named)
+    found |= {f"{text}, causal": call for text, call in causal.items() if ":" not in text}
+    kinds = {"boolean": functools.partial(mask, BATCH, SEQ), "float": normal(BATCH, SEQ)}
+    for text, padding in kinds.items():
+        both = dict(key_padding_mask=padding, attn_mask=functools.partial(mask, SEQ, SEQ))
+        found[f"both masks, {text}"] = given(*three, **both, **named)
+    longer = normal(*(7 if size == SEQ else size for size in batched))
     found |= {
-        "causal without mask": same(*batched, is_causal=True),
-        "each head": same(*batched, average_attn_weights=False),
-        "2-D": of_two(),
-        "2-D, padding": of_two(key_padding_mask=lambda: mask(SEQ)),
-        "2-D, 2-D padding": of_two(key_padding_mask=lambda: mask(1, SEQ)),
-        "2-D, mask": of_two(attn_mask=lambda: mask(SEQ, SEQ)),
-        "2-D, 3-D mask": of_two(attn_mask=lambda: mask(HEADS, SEQ, SEQ)),
-        "empty, mask": same(0, 0, EMBED, attn_mask=lambda: mask(0, 0)),
-        "wrong width": same(SEQ, BATCH, EMBED + 1),
-    }
-    for shape in ((EMBED,), (2, SEQ, BATCH, EMBED), (), (0, BATCH, EMBED), (SEQ, 0, EMBED)):
-        found[f"shape {shape}"] = same(*shape)
-    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool):
-        found[f"{dtype}"] = same(*batched, dtype=dtype, grad=dtype.is_floating_point)
-
-    def sized(batch: int, seq: int) -> Callable:
-        return normal(*((batch, seq) if batch_first else (seq, batch)), EMBED)
-
-    query, key, wider, none = (
-        sized(*size) for size in ((BATCH, SEQ), (BATCH, 7), (BATCH + 1, SEQ), (BATCH, 0))
-    )
-    parts = [torch.randn(2, EMBED), torch.randn(3, EMBED)]
-    found |= {
-        "meta": thrice(normal(*batched, device="meta")),
-        "cross": cross(query, key, key),
-        "other lengths": cross(query, query, key),
-        "other batch": cross(query, wider, wider),
-        "other value batch": cross(query, query, wider),
-        "2-D query": cross(normal(SEQ, EMBED), query, query),
-        "2-D keys": cross(query, normal(SEQ, EMBED), normal(SEQ, EMBED)),
-        "4-D key": cross(query, normal(1, *batched), query),
-        "key of bfloat16": cross(query, normal(*batched, dtype=torch.bfloat16), query),
-        "value of float64": cross(query, query, normal(*batched, dtype=torch.double)),
-        "no keys": cross(query, none, none),
-        "no queries": cross(none, query, query),
-        "key on meta": cross(query, normal(*batched, device="meta"), query),
-        "key is None": cross(query, lambda: None, query),
-        "key is a list": cross(query, lambda: [1.0], query),
-        "sparse": thrice(lambda: torch.randn(batched).to_sparse()),
-        "nested": thrice(lambda: torch.nested.nested_tensor(parts)),
-        "strided": thrice(lambda: strided(batched, torch.float32)),
-        "expanded": thrice(lambda: torch.randn(1, 1, EMBED).expand(batched)),
+        "causal without mask": given(*three, is_causal=True, **named),
+        "each head": given(*three, average_attn_weights=False, **named),
+        "cross": given(x, longer, longer, **named),
+        "nested": given(*[lambda: torch.nested.nested_tensor([*torch.randn(2, 3, EMBED)])] * 3),
+        "2-D": given(*[normal(SEQ, EMBED)] * 3, **named),
+        "2-D, padding": given(*[normal(SEQ, EMBED)] * 3, key_padding_mask=lambda: mask(SEQ)),
+        "2-D, 3-D mask": given(
+            *[normal(SEQ, EMBED)] * 3, attn_mask=lambda: mask(HEADS, SEQ, SEQ), **named
+        ),
     }
     return found
 
@@ -198,28 +152,23 @@ MHA_CHANGES = {
 }
 
 
-def mha_cases(batch_first: bool) -> list[Case]:
+def mha_cases(batch_first: bool, weights: bool) -> list[Case]:
     batched = (BATCH, SEQ, EMBED) if batch_first else (SEQ, BATCH, EMBED)
-    found = []
-    for weights in (False, True):
-        of = f", need_weights={weights}"
-        for name, arguments in mha_calls(batched, batch_first).items():
-            found.append(Case(name + of, with_named(arguments, need_weights=weights)))
-        for name, value in itertools.product(("average_attn_weights", "is_causal"), FLAGS):
-            named = {"need_weights": weights, name: value}
-            arguments = same(*batched, attn_mask=lambda: mask(SEQ, SEQ), **named)
-            found.append(Case(f"{name}={value!r}" + of, arguments))
-        for name, change in MHA_CHANGES.items():
-            is_random = name.startswith("dropout") and "0" not in name
-            found.append(Case(name + of, same(*batched, need_weights=weights), change, is_random))
-    for value in FLAGS:
-        found.append(Case(f"need_weights={value!r}", same(*batched, need_weights=value)))
-    three = {name: normal(*batched, grad=False) for name in ("query", "key", "value")}
+    x = normal(*batched)
+    three, named = [x] * 3, dict(need_weights=weights)
+    found = [Case(name, make) for name, make in mha_calls(batched, **named).items()]
+    flags = ("average_attn_weights", "is_causal", "need_weights")
+    for name, value in itertools.product(flags, FLAGS):
+        options = {"attn_mask": lambda: mask(SEQ, SEQ), **named, name: value}
+        found.append(Case(f"{name}={value!r}", given(*three, **options)))
+    for name, change in MHA_CHANGES.items():
+        is_random = name.startswith("dropout") and "0" not in name
+        found.append(Case(name, given(*three, **named), change, is_random))
     return [
         *found,
-        Case("unknown name", same(*batched, unknown=1)),
-        Case("one argument", cross(three["query"])),
-        Case("by names", cross(**three)),
+        Case("unknown name", given(*three, unknown=1)),
+        Case("one argument", given(x)),
+        Case("by names", given(query=x, key=x, value=x)),
     ]
 
 
@@ -232,15 +181,6 @@ MHA = {
     "MHA, kdim": dict(kdim=EMBED, vdim=EMBED),
     "other kdim": dict(kdim=6, vdim=7),
 }
-
-
-def layer_masks(decoder: bool) -> dict[str, dict[str, tuple[int, ...]]]:
-    found = {}
-    for of in ("tgt", "memory") if decoder else ("src",):
-        found[f"{of}_mask"] = {name: MASKS[name] for name in ("", "3-D", "too long", "1-D")}
-        padding = {name: PADDINGS[name] for name in ("", "turned", "1-D", "too long")}
-        found[f"{of}_key_padding_mask"] = padding
-    return found
 
 
 LAYER_CHANGES = {
@@ -272,36 +212,26 @@ LAYER_CHANGES = {
 
 
 def layer_cases(decoder: bool) -> list[Case]:
-    batched, count = (SEQ, BATCH, EMBED), 1 + decoder
+    x = normal(SEQ, BATCH, EMBED)
+    makes = [x, normal(SEQ, BATCH, EMBED)] if decoder else [x]
     flags = ("tgt_is_causal", "memory_is_causal") if decoder else ("is_causal",)
-
-    def call(*shape, grad=True, dtype=torch.float32, **named):
-        return cross(*[normal(*shape, grad=grad, dtype=dtype)] * count, **named)
-
-    found = {}
-    for name, shapes in layer_masks(decoder).items():
-        for text, make in masks(name, shapes).items():
-            found[text] = call(*batched, **{name: make})
-            if name in ("src_mask", "tgt_mask"):
-                found[text + ", causal"] = call(*batched, **{name: make, flags[0]: True})
+    found = odd_tensors(("tgt", "memory") if decoder else ("src",), *makes)
+    for of in ("tgt", "memory") if decoder else ("src",):
+        shapes = {name: MASKS[name] for name in ("", "3-D", "too long", "1-D")}
+        found |= odd_masks(f"{of}_mask", shapes, *makes)
+        shapes = {name: PADDINGS[name] for name in ("", "turned", "1-D", "too long")}
+        found |= odd_masks(f"{of}_key_padding_mask", shapes, *makes)
     for name, value in itertools.product(flags, FLAGS):
-        found[f"{name}={value!r}"] = call(*batched, **{name: value})
-    shapes = ((SEQ, EMBED), (EMBED,), (), (0, BATCH, EMBED), (SEQ, 0, EMBED), (1, *batched))
-    for shape in (*shapes, (SEQ, BATCH, EMBED + 1), (SEQ, BATCH, 0)):
-        found[f"shape {shape}"] = call(*shape)
-    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64):
-        found[f"{dtype}"] = call(*batched, dtype=dtype, grad=dtype.is_floating_point)
-    found["unknown name"] = call(*batched, unknown=1)
-    found["nothing given"] = cross()
-    found["a list"] = cross(*[lambda: [[1.0]]] * count)
-    found["meta"] = cross(*[normal(*batched, device="meta")] * count)
+        of = "src_mask" if name == "is_causal" else name.replace("is_causal", "mask")
+        found[f"{name}={value!r}"] = given(*makes, **{name: value})
+        both = {name: value, of: lambda: mask(SEQ, SEQ)}
+        found[f"{name}={value!r}, mask"] = given(*makes, **both)
+    found["unknown name"] = given(*makes, unknown=1)
+    found["nothing given"] = given()
     if decoder:
-        x = normal(*batched)
-        found["other memory"] = cross(x, normal(7, BATCH, EMBED))
-        found["memory of another batch"] = cross(x, normal(7, BATCH + 1, EMBED))
-        found["memory of bfloat16"] = cross(x, normal(*batched, dtype=torch.bfloat16))
+        found["other memory"] = given(x, normal(7, BATCH, EMBED))
     return [Case(name, make) for name, make in found.items()] + [
-        Case(name, call(*batched), change, ".p" in name) for name, change in LAYER_CHANGES.items()
+        Case(name, given(*makes), change, ".p" in name) for name, change in LAYER_CHANGES.items()
     ]
 
 
@@ -328,13 +258,10 @@ class Rotates(nn.Module):
 
 USUAL = (2, HEADS, SEQ, 8)
 ALIKE = {  # the shape of query, key and value
-    "usual": USUAL, "2-D": (SEQ, 8), "3-D": (2, SEQ, 8), "5-D": (2, 3, HEADS, SEQ, 8), "1-D": (8,),
-    "0-d": (), "no head_dim": (2, HEADS, SEQ, 0), "no batch": (0, HEADS, SEQ, 8),
-    "no heads": (2, 0, SEQ, 8), "no tokens": (2, HEADS, 0, 8), "wide": (1, 1, SEQ, 600),
+    "2-D": (SEQ, 8), "3-D": (2, SEQ, 8), "no heads": (2, 0, SEQ, 8), "wide": (1, 1, SEQ, 600),
     "head_dim 1": (1, 2, SEQ, 1),
 }  # fmt: skip
 DIFFERENT = {  # the shapes of query, key and, if it differs from the key's, value
-    "no keys": (USUAL, (2, HEADS, 0, 8)), "no queries": ((2, HEADS, 0, 8), USUAL),
     "value wider": (USUAL, USUAL, (2, HEADS, SEQ, 12)),
     "key wider": (USUAL, (2, HEADS, SEQ, 9), USUAL),
     "keys of one sample": (USUAL, (1, HEADS, SEQ, 8)),
@@ -348,10 +275,6 @@ DIFFERENT = {  # the shapes of query, key and, if it differs from the key's, val
     "enable_gqa, 3-D": ((4, SEQ, 8), (2, SEQ, 8)), "enable_gqa, 2-D": ((SEQ, 8), (SEQ, 8)),
     "enable_gqa, 5-D": ((2, 3, 4, SEQ, 8), (2, 3, 2, SEQ, 8)),
 }  # fmt: skip
-FLOATS = (torch.float64, torch.bfloat16, torch.float16, torch.complex64)
-OTHER_DTYPES = (torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn)
-NAN, INFINITY = float("nan"), float("inf")
-SCALES = (0, 0.0, -1.0, 2, INFINITY, NAN, None, True, "x", torch.tensor(0.5), 1e300, 1j)
 MASKS_OF_CALLS = {
     "": (SEQ, SEQ), "3-D": (HEADS, SEQ, SEQ), "4-D": (2, HEADS, SEQ, SEQ),
     "of samples": (2, 1, 1, SEQ), "of rows": (SEQ, 1), "1-D": (SEQ,), "one": (1,), "0-d": (),
@@ -363,54 +286,32 @@ MASKS_OF_CALLS = {
 
 
 def attention_cases() -> list[Case]:
-    def alike(*shape, dtype=torch.float32, **named):
-        return thrice(normal(*shape, dtype=dtype), **named)
-
-    usual = normal(*USUAL)
-    found = {name: alike(*shape) for name, shape in ALIKE.items()}
+    x = normal(*USUAL)
+    found = odd_tensors(("query", "key", "value"), x, x, x)
+    for name, shape in ALIKE.items():
+        found[name] = given(*[normal(*shape)] * 3)
     for name, (query, key, *value) in DIFFERENT.items():
         named = {"enable_gqa": True} if "gqa" in name else {}
-        found[name] = cross(normal(*query), normal(*key), normal(*(*value, key)[0]), **named)
-    found |= {
-        "one argument": cross(usual),
-        "unknown name": alike(*USUAL, unknown=1),
-        "by names": cross(**dict.fromkeys(("query", "key", "value"), usual)),
-        "scale by position": cross(
-            usual, usual, usual, lambda: None, lambda: 0.0, lambda: False, lambda: 0.5
-        ),
-        "key is None": cross(usual, lambda: None, usual),
-        "key is a list": cross(usual, lambda: [1.0], usual),
-        "meta": thrice(normal(*USUAL, device="meta")),
-        "key on meta": cross(usual, normal(*USUAL, device="meta"), usual),
-        "sparse": thrice(lambda: torch.randn(USUAL).to_sparse()),
-        "conjugate": thrice(lambda: torch.randn(USUAL, dtype=torch.cfloat).conj()),
-        "subclass": thrice(lambda: torch.randn(USUAL).as_subclass(Subclass)),
-        "strided": thrice(lambda: strided(USUAL, torch.float32)),
-        "expanded": thrice(lambda: torch.randn(1, 1, 1, 8).expand(USUAL)),
-        "tokens first": thrice(
-            lambda: torch.randn(2, SEQ, HEADS, 8).transpose(1, 2).requires_grad_()
-        ),
-        "turned": thrice(lambda: turned(torch.randn(8, SEQ, HEADS, 2))),
-        "infinite": thrice(lambda: torch.full(USUAL, INFINITY)),
-        "nan": thrice(lambda: torch.full(USUAL, NAN)),
-    }
-    for dtype in FLOATS + OTHER_DTYPES:
-        other = normal(*USUAL, dtype=dtype, grad=dtype in FLOATS)
-        found[f"{dtype}"] = thrice(other)
-        found[f"key of {dtype}"] = cross(usual, other, usual)
-        found[f"value of {dtype}"] = cross(usual, usual, other)
+        shapes = (query, key, *(value or [key]))
+        found[name] = given(*(normal(*shape) for shape in shapes), **named)
     for name, values in (
         ("scale", SCALES), ("dropout_p", PROBABILITIES), ("is_causal", FLAGS), ("enable_gqa", FLAGS)
     ):  # fmt: skip
         for value in values:
-            found[f"{name}={value!r}"] = alike(*USUAL, **{name: value})
-    for name, make in masks("attn_mask", MASKS_OF_CALLS).items():
-        found[name] = alike(*USUAL, attn_mask=make)
-        found[name + ", causal"] = alike(*USUAL, attn_mask=make, is_causal=True)
-        found[name + ", bfloat16"] = alike(*USUAL, attn_mask=make, dtype=torch.bfloat16)
-        found[name + ", 2-D"] = alike(SEQ, 8, attn_mask=make)
-        found[name + ", 3-D"] = alike(2, SEQ, 8, attn_mask=make)
-        found[name + ", one query"] = cross(normal(1, HEADS, SEQ, 8), usual, usual, attn_mask=make)
+            found[f"{name}={value!r}"] = given(x, x, x, **{name: value})
+    for text, shape in {"": USUAL, ", 2-D": (SEQ, 8), ", 3-D": (2, SEQ, 8)}.items():
+        calls = odd_masks("attn_mask", MASKS_OF_CALLS, *[normal(*shape)] * 3)
+        found |= {name + text: call for name, call in calls.items()}
+    calls = odd_masks("attn_mask", MASKS_OF_CALLS, x, x, x, is_causal=True)
+    found |= {f"{name}, causal": call for name, call in calls.items()}
+    calls = odd_masks("attn_mask", MASKS_OF_CALLS, normal(1, HEADS, SEQ, 8), x, x)
+    found |= {f"{name}, one query": call for name, call in calls.items()}
+    found |= {
+        "one argument": given(x),
+        "unknown name": given(x, x, x, unknown=1),
+        "by names": given(query=x, key=x, value=x),
+        "scale by position": given(x, x, x, lambda: None, lambda: 0.0, lambda: False, lambda: 0.5),
+    }
     return [
         Case(name, make, None, name.startswith("dropout_p") and "0.0" not in name)
         for name, make in found.items()
@@ -435,37 +336,25 @@ ROTARY_SHAPES = {  # of query, key, cos, and sin where it differs
 
 def rotary_cases() -> list[Case]:
     q, k, table = normal(*Q), normal(*K), normal(*TABLE, grad=False)
-
-    def call(query, key=None, cos=table, sin=None, **named):
-        return cross(query, key or query, cos, sin or cos, **named)
-
-    found = {
-        name: call(normal(*query), normal(*key), *(normal(*table, grad=False) for table in tables))
-        for name, (query, key, *tables) in ROTARY_SHAPES.items()
-    }
-    found |= {
-        "by names": cross(q, k, cos=table, sin=table),
-        "unsqueeze_dim 2": call(normal(2, SEQ, 4, 8), unsqueeze_dim=2),
-        "table with gradients": call(q, k, normal(*TABLE)),
-        "key is None": call(q, lambda: None),
-        "key is a number": call(q, lambda: 1.0),
-        "meta": call(normal(*Q, device="meta"), cos=normal(*TABLE, device="meta")),
-        "cos on meta": call(q, q, normal(*TABLE, device="meta", grad=False), table),
-        "strided": call(lambda: strided(Q, torch.float32)),
-        "expanded": call(lambda: torch.randn(1, 1, 1, 8).expand(Q)),
-        "tokens first": call(lambda: torch.randn(2, SEQ, 4, 8).transpose(1, 2).requires_grad_()),
-        "turned": call(lambda: turned(torch.randn(8, SEQ, 4, 2))),
-        "one sample, tokens first": call(
-            lambda: torch.randn(1, SEQ, 1, 8).transpose(1, 2), cos=normal(1, SEQ, 8, grad=False)
-        ),
-    }
+    sine = normal(*TABLE, grad=False)
+    found = odd_tensors(("query", "key", "cos", "sin"), q, k, table, sine)
+    for name, (query, key, cos, *sin) in ROTARY_SHAPES.items():
+        tables = (normal(*shape, grad=False) for shape in (cos, *(sin or [cos])))
+        found[name] = given(normal(*query), normal(*key), *tables)
     for dim in (0, 1, 2, 3, -1, -3, 9, None, "x", 1.0):
-        found[f"unsqueeze_dim={dim!r}"] = call(q, k, unsqueeze_dim=dim)
+        found[f"unsqueeze_dim={dim!r}"] = given(q, k, table, sine, unsqueeze_dim=dim)
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64):
-        inputs = normal(*Q, dtype=dtype, grad=dtype is not torch.int64)
-        tables = normal(*TABLE, dtype=dtype, grad=False)
-        found[f"{dtype}"] = call(inputs, cos=tables)
-        found[f"table of {dtype}"] = call(q, k, tables)
-        found[f"query of {dtype}"] = call(inputs, k)
-        found[f"inputs of {dtype}"] = call(inputs)
+        float = dtype.is_floating_point or dtype.is_complex
+        inputs = [normal(*shape, dtype=dtype, grad=float) for shape in (Q, K)]
+        tables = [normal(*TABLE, dtype=dtype, grad=False) for _ in range(2)]
+        found[f"{dtype}"] = given(*inputs, *tables)
+        found[f"table of {dtype}"] = given(q, k, *tables)
+        found[f"inputs of {dtype}"] = given(*inputs, table, sine)
+    found |= {
+        "by names": given(q, k, cos=table, sin=sine),
+        "unsqueeze_dim 2": given(
+            normal(2, SEQ, 4, 8), normal(2, SEQ, 4, 8), table, sine, unsqueeze_dim=2
+        ),
+        "turned": given(*[lambda: turned(torch.randn(8, SEQ, 4, 2))] * 2, table, sine),
+    }
     return [Case(name, make) for name, make in found.items()]

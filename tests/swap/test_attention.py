@@ -12,13 +12,12 @@ import torch
 import torch.nn.attention.bias
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import onepass
 from onepass import numerics
-from onepass.swapping import inputs, matchers
+from onepass.swapping import inputs
 from tests.swap.attention_by_hand import NanoGPT
-from tests.swap.foreign_attention import CHECKPOINTING, Base, Plain, WithProcessor
+from tests.swap.foreign_attention import Base, Plain
 from tests.swap.reported import attentions, names, operators, types
 
 X = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
@@ -69,19 +68,6 @@ def test_innermost_modules_are_swapped_and_containers_for_their_own_calls():
     assert found == [1, 2, 0] and attentions(lambda: model(X)) == 3
 
 
-def test_modes_further_out_see_the_call():
-    class Names(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            found.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    model, found = Plain(), []
-    onepass.swap(model)
-    with Names():
-        assert attentions(lambda: model(X)) == 1
-    assert found.count("scaled_dot_product_attention") == 1
-
-
 class Restless(Base):
     def forward(self, x):
         q, k, v = self.split(x)
@@ -104,72 +90,7 @@ def test_what_onepass_does_not_compute_runs_torchs(torchs_products):
     assert any("microsecond" in note and "own forward" in note for note in report.notes)
 
 
-# ---- refused, skipped, unknown -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", CHECKPOINTING, ids=lambda cls: cls.__name__)
-def test_checkpoints_inside_are_refused(cls, torchs_products):
-    model = nn.Sequential(cls())
-    report = onepass.swap(model)
-    (entry,) = report.skipped
-    assert entry["reason"].startswith("checkpoints inside its forward") and not report.swapped
-    with pytest.raises(RuntimeError, match="strict.*checkpoints inside"):
-        onepass.swap(model, strict=True)
-
-
-class OwnAttention(Base):
-    def forward(self, x):
-        q, k, v = self.split(x)
-        return self.join((q @ k.mT) @ v)
-
-
-class OwnMultihead(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, x, need_weights=False)[0]
-
-
-class OwnBlock(nn.TransformerEncoderLayer):
-    def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
-        return x
-
-
-def forward_on_the_instance():
-    module = Plain()
-    module.forward = lambda x: x
-    return module
-
-
-def parametrized():
-    module = nn.MultiheadAttention(8, 2)
-    nn.utils.parametrize.register_parametrization(module, "in_proj_weight", nn.Identity())
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "section", "reason"),
-    [
-        (OwnAttention, "unknown", "calls no F.scaled_dot_product_attention itself"),
-        (lambda: OwnMultihead(8, 2), "unknown", "a subclass with a forward of its own"),
-        (lambda: nn.MultiheadAttention(520, 1), "skipped", "its head_dim, 520, is above 512"),
-        (lambda: OwnBlock(8, 2), "skipped", "its class overrides _sa_block"),
-        (forward_on_the_instance, "skipped", "its forward is replaced on the instance"),
-        (parametrized, "skipped", "is parametrized"),
-    ],
-)
-def test_kept_with_a_reason(module, section, reason):
-    model = nn.ModuleDict({"it": module()})
-    before = type(model["it"])
-    report = onepass.swap(model, kinds="attention")
-    entries = {entry["name"]: entry for entry in getattr(report, section)}
-    assert reason in entries["it"]["reason"] and type(model["it"]) is before
-
-
-def test_devices_without_kernels_are_refused(monkeypatch, torchs_products):
-    assert matchers.has_kernels("cpu", "attention")
-    assert not matchers.has_kernels("mps", "attention")
-    monkeypatch.setattr(matchers, "has_kernels", lambda device, kind: kind != "attention")
-    report = onepass.swap(nn.Sequential(Plain(), nn.MultiheadAttention(8, 2), nn.LayerNorm(8)))
-    assert names(report.swapped) == {"2"} and names(report.skipped) == {"0", "1"}
+# ---- devices ------------------------------------------------------------------------------------
 
 
 def test_other_devices_run_torchs_attention(monkeypatch):
@@ -256,29 +177,3 @@ def test_excluded_layers_are_named_as_bypassed():
     assert any(note.startswith("layers.*: in eval mode without gradients") for note in notes)
     onepass.unswap(model)
     assert not any("without gradients" in note for note in onepass.swap(model).notes)
-
-
-# ---- torch ---------------------------------------------------------------------------------------
-
-
-class Unflattened(Plain):
-    """Splits heads as diffusers does; Dynamo cannot trace the method under another mode."""
-
-    def split(self, x):
-        return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cls", [WithProcessor, Unflattened])
-def test_compile_fullgraph(cls):
-    torch._dynamo.reset()
-    model = Block(cls, p=0.5)
-    onepass.swap(model)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    results = []
-    for m in (model, compiled):
-        torch.manual_seed(4)
-        y = m(X)
-        results.append((y, *torch.autograd.grad(y.square().sum(), list(m.parameters()))))
-    torch.testing.assert_close(*results)
-    assert attentions(lambda: compiled(X)) == attentions(lambda: model(X)) > 0

@@ -78,7 +78,7 @@ def test_other_tensors(call):
     class Named(cases.Base):
         def attend(self, q, k, v):
             count = q.shape[2]
-            self.mask = ~self.causal[..., :count, :count]
+            self.query, self.mask = q, ~self.causal[..., :count, :count]
             self.bias = self.mask.float()
             scores = OTHER_TENSORS[call](q @ k.mT, self.mask, self.bias)
             self.weights = scores.softmax(-1)
@@ -88,7 +88,9 @@ def test_other_tensors(call):
     stock, ours = stock.bfloat16(), ours.bfloat16()
     assert_same(stock, ours, torch.randn(8, 2, 40, cases.WIDTH, dtype=torch.bfloat16))
     assert fate(ours).taken == 8 and ours.weights.dtype is stock.weights.dtype
-    (ours.bias if call == "subtract" else ours.mask).zero_()
+    with torch.no_grad():
+        ours(tokens(dtype=torch.bfloat16))
+        {"fill": ours.mask, "subtract": ours.bias, "where": ours.query}[call].zero_()
     with pytest.raises(RuntimeError, match="must not be written before its scores are read"):
         ours.weights.sum()
 

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass._policy import small_calls
 from onepass.swapping import classes
-from onepass.swapping.reasons import Reason
 from tests.swap import linear_calls
 from tests.swap.reported import losses as count
 
@@ -85,43 +83,6 @@ class Criterion(nn.Module):
 
 
 # ---- calls in a forward --------------------------------------------------------------------------
-
-
-class FewClasses(LanguageModel):
-    """Classes of a sentence: the number of logits is not that of the embedding's rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 5)
-
-
-class OfAChild(LanguageModel):
-    """The name is that of another kind of module."""
-
-    def __init__(self):
-        super().__init__()
-        self.cross_entropy = nn.NLLLoss()
-
-    def forward(self, x):
-        return self.cross_entropy(self.head(x).log_softmax(-1), words(x))
-
-
-@pytest.mark.parametrize("cls", [FewClasses, OfAChild])
-def test_others_are_not_redirected(cls):
-    model = cls()
-    report = swap(model)
-    assert type(model) is cls and not report.swapped and not report.skipped
-
-
-class CheckpointsInside(LanguageModel):
-    def forward(self, x):
-        return checkpoint(F.cross_entropy, self.head(x), words(x), use_reentrant=False)
-
-
-def test_a_checkpoint_inside_would_run_torchs_again():
-    model = CheckpointsInside()
-    (entry,) = swap(model).skipped
-    assert entry["reason"].kind is Reason.CHECKPOINTS and type(model) is CheckpointsInside
 
 
 def test_all_kinds_of_calls_of_one_forward_share_a_class(slow_products):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import onepass
 from onepass import _dispatch_log
-from onepass.swapping.reasons import Reason
 
 WIDTH, HIDDEN = 12, 20
 
@@ -164,29 +162,3 @@ def test_a_swapped_block_keeps_a_tensor_less():
     assert kept() == 64 * WIDTH + 4 * 64 * HIDDEN
     swap(model, strict=True)
     assert kept() == 64 * WIDTH + 3 * 64 * HIDDEN
-
-
-@pytest.mark.parametrize("name", NOT_FOUND)
-def test_others_are_not(name):
-    model = nn.ModuleDict({"it": NOT_FOUND[name]()})
-    before, seed = type(model["it"]), torch.get_rng_state()
-    report = swap(model, strict=False)
-    assert type(model["it"]) is before and not report.swapped and not report.skipped
-    assert torch.equal(torch.get_rng_state(), seed)
-
-
-def test_a_block_by_its_name_is_listed_as_unknown():
-    class OddMLP(Doubled):
-        pass
-
-    (entry,) = swap(nn.ModuleDict({"it": OddMLP()})).unknown
-    assert entry["name"] == "it" and entry["reason"].kind is Reason.BLOCK
-    (entry,) = swap(nn.ModuleDict({"it": OddMLP()}), probe=False).unknown
-    assert entry["reason"].kind is Reason.PROBE_OFF
-
-
-def test_hooks_of_the_activation_keep_the_block():
-    model = Llamas()
-    model.act_fn.register_forward_hook(lambda *_: None)
-    (entry,) = swap(model).skipped
-    assert entry["reason"].kind is Reason.HOOKS

@@ -47,28 +47,6 @@ ACCEPTED = [
     ("nemotron", "NemotronLayerNorm1P", LAYER_1),
 ]
 
-# module, class, constructor arguments, words of the reason
-REFUSED = [
-    ("mamba2", "MambaRMSNormGated", (COLS, 16), "its forward takes (hidden_states, gate=None)"),
-    ("bamba", "BambaRMSNormGated", (COLS, 16), "its forward takes (hidden_states, gate=None)"),
-    ("qwen3_next", "Qwen3NextRMSNormGated", (COLS,), "its forward takes (hidden_states, gate)"),
-    ("olmo", "OlmoLayerNorm", (COLS,), "has no weight"),
-    ("llama4", "Llama4TextL2Norm", (), "has no weight"),
-    ("mobilebert", "NoNorm", (COLS,), "has no eps"),
-    ("cohere", "CohereLayerNorm", ((2, COLS),), "its weight must have 1 dimension"),
-    ("detr", "DetrFrozenBatchNorm2d", (COLS,), "keeps buffers: weight, bias, running_mean"),
-    ("falcon_mamba", "FalconMambaWeightlessRMSNorm", (COLS,), "keeps buffers: weight"),
-    ("poolformer", "PoolFormerGroupNorm", (COLS,), "no silu was found after it"),
-    ("squeezebert", "SqueezeBertLayerNorm", (COLS,), "fails on a 2-D float32 input"),
-    ("eomt", "EomtLayerNorm2d", (COLS,), "fails on a 2-D float32 input"),
-    (
-        "vitdet",
-        "VitDetLayerNorm",
-        (COLS,),
-        f"returns ({COLS}, 5, {COLS}) for an input of shape (5, {COLS})",
-    ),
-]
-
 
 def real(module: str, name: str) -> type[nn.Module]:
     pytest.importorskip("transformers")
@@ -84,25 +62,6 @@ def test_real_norms_accepted(module, name, to):
     (entry,) = onepass.swap(norm).swapped
     assert entry["to"] == to and entry["from"].endswith(name) and entry["kind"] == "norm"
     assert type(norm).__name__ == name and isinstance(norm, real(module, name))
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "arguments", "reason"), REFUSED, ids=[case[1] for case in REFUSED]
-)
-def test_real_norms_refused(module, name, arguments, reason):
-    norm = real(module, name)(*arguments)
-    before = type(norm)
-    (entry,) = onepass.swap(norm).skipped
-    assert reason in entry["reason"] and type(norm) is before
-
-
-@pytest.mark.parametrize("cls", foreign_norms.REFUSED, ids=lambda cls: cls.__name__)
-def test_own_norms_refused(cls):
-    norm = cls(COLS)
-    random = torch.get_rng_state()
-    (entry,) = onepass.swap(norm).skipped
-    assert foreign_norms.REFUSED[cls] in entry["reason"] and type(norm) is cls
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize(

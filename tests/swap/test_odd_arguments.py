@@ -53,8 +53,8 @@ NO_KEY = "rows without a key are 0, not NaN"
 OVERFLOWS = "squares overflow: 0 as by the formula; torch's algorithm gives NaN"
 INFINITE_SUMS = "sums of infinite numbers depend on their order"
 DIFFERENT = {
-    ("MHA*", "*of all*, need_weights=True"): NO_KEY,
-    ("MHA*", "infinite *, need_weights=True"): NO_KEY,
+    ("MHA*", "*of all*"): NO_KEY,
+    ("MHA*", "infinite *"): NO_KEY,
     ("attention", "*attn_mask 1-D*"): BROADCASTS,
     ("attention", "*attn_mask one*"): BROADCASTS,
     ("attention", "*attn_mask 3-D, causal"): BROADCASTS,
@@ -281,20 +281,17 @@ def test_ours_computes_the_usual_input(name):
     assert any(call["level"] != _dispatch_log.TORCH for call in calls)
 
 
-@pytest.mark.parametrize("name", MHA)
-def test_multihead_attention(name):
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [*((name, "") for name in MHA), ("MHA", "inference_mode"), ("MHA", "autocast bfloat16")],
+)
+def test_multihead_attention(name, context, weights):
     options = MHA[name]
-    tried = odd_attention.mha_cases(options.get("batch_first", False))
+    tried = odd_attention.mha_cases(options.get("batch_first", False), weights)
     if name not in ("MHA", "bias_k"):
-        tried = [x for x in tried if x.change is None and "need_weights=True" not in x.name]
-    check(name, lambda: nn.MultiheadAttention(EMBED, HEADS, **options), tried)
-
-
-@pytest.mark.parametrize("context", ["inference_mode", "autocast bfloat16"])
-def test_multihead_attention_in(context):
-    check(
-        "MHA", lambda: nn.MultiheadAttention(EMBED, HEADS), odd_attention.mha_cases(False), context
-    )
+        tried = [case for case in tried if case.change is None and ":" not in case.name]
+    check(name, lambda: nn.MultiheadAttention(EMBED, HEADS, **options), tried, context)
 
 
 @pytest.mark.parametrize("name", LAYERS)
