@@ -15,8 +15,8 @@ from tests.integrations.transformers_cases import transformers
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 from onepass.integrations.transformers import SwapCallback
-from onepass.integrations.transformers.lazy_logits import LazyLogits
 from tests.integrations.test_trainer import Texts, arguments, logged, trainer_of
+from tests.swap.lazy_logits_cases import make, waits
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +24,12 @@ def few_logits_wait(monkeypatch):
     monkeypatch.setattr(small_calls, "CHUNK_OF_WORD", 0)
 
 
-def llama():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=600, **sizes))
-
-
 def watched(model) -> list[bool]:
     """Whether the logits of each step were not computed."""
     waited = []
 
     def note(module, args, output):
-        logits = output.logits
-        waited.append(isinstance(logits, LazyLogits) and logits._source.value is None)
+        waited.append(waits(output.logits))
 
     model.register_forward_hook(note)
     return waited
@@ -49,7 +42,7 @@ def losses(trainer) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, dict(bf16=True, gradient_accumulation_steps=2)], ids=str)
 def test_training(options, tmp_path):
-    stock = llama()
+    stock = make()
     model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     callback = None if options else SwapCallback(lazy_logits=True)
     if options:  # under bf16=True the Trainer replaces the model's forward before it begins
@@ -77,7 +70,7 @@ class Reading(transformers.Trainer):
 @pytest.mark.parametrize("cls", [transformers.Trainer, Reading])
 def test_losses_that_read_logits(cls, tmp_path):
     """The Trainer itself computes that of smoothed labels, and passes the model none."""
-    stock = llama()
+    stock = make()
     model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     onepass.swap(model, lazy_logits=True)
     waited = watched(model)
@@ -92,7 +85,7 @@ def test_losses_that_read_logits(cls, tmp_path):
 
 
 def test_metrics_of_an_evaluation(tmp_path):
-    stock = llama()
+    stock = make()
     model = copy.deepcopy(stock)
     onepass.swap(model, kinds="loss", lazy_logits=True)
     seen = []

@@ -158,6 +158,9 @@ NO_REGISTRY = "takes no attention from transformers' registry"
 UNSUPPORTED = {  # the model, the settings of its config, the reason
     "Falcon": (SMALL, NO_REGISTRY),
     "Mpt": (dict(vocab_size=32, d_model=16, n_layers=2, n_heads=2), NO_REGISTRY),
+    "FNet": (
+        dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, intermediate_size=16), NO_REGISTRY,
+    ),
     "Splinter": (
         dict(SMALL, intermediate_size=16, question_token_id=3),
         "transformers vouches for its eager attention alone",
@@ -192,6 +195,9 @@ def test_models_that_take_no_attention_from_outside_are_reported(name):
     with pytest.raises(RuntimeError, match="must be attached whole under strict, got .*" + reason):
         integration.attach(model, strict=True)
     assert integration.detach(model) == []
+    if name == "FNet":  # it has no attention
+        report = onepass.swap(model, kinds="attention")
+        assert not report.swapped and not report.skipped and not report.unknown
     if name == "Falcon":
         reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
         assert "onepass.swap(model) makes it run" in reasons["h.0.self_attention"]

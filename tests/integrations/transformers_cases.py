@@ -116,6 +116,9 @@ ROTATING = {
     "qwen3": ("Qwen3ForCausalLM", dict(_GROUPED, head_dim=8)),
     "phi": ("PhiForCausalLM", _GROUPED),
     "gpt_neox": ("GPTNeoXForCausalLM", _SMALL),
+    "cohere": ("CohereForCausalLM", _GROUPED),
+    "glm": ("GlmForCausalLM", dict(_GROUPED, head_dim=8)),
+    "olmo": ("OlmoForCausalLM", _GROUPED),
 }
 ENCODER_DECODER = ("t5", "umt5", "t5gemma", "bart", "whisper")
 

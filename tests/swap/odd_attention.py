@@ -25,6 +25,13 @@ from tests.swap.test_rotary import apply_rotary_pos_emb
 SEQ, BATCH, EMBED, HEADS = 5, 3, 16, 4
 # F.linear decides by a sparse layout, and reads memory that is not there of a tensor on meta.
 DENSE = {name: make for name, make in TENSORS.items() if name not in ("sparse", "meta")}
+# What differs for its values or its device alone, in the place of one argument and of a mask.
+ONE = {name: odd for name, odd in INPUTS.items() if name not in ("infinite", "nan", "large")}
+MASK = {
+    name: odd
+    for name, odd in INPUTS.items()
+    if name not in ("bool", "meta", "meta with a gradient", "sparse", "float8_e4m3fn")
+}
 FLAGS = (True, False, 1, 0, None, "x", torch.tensor(True))
 PROBABILITIES = (-0.1, 1.0, 1.5, 0, 1, True, None, "x", float("nan"), torch.tensor(0.0))
 NAN, INFINITY = float("nan"), float("inf")
@@ -55,10 +62,11 @@ def odd_tensors(names: Sequence[str], *makes: Callable, **named) -> dict[str, Ca
     each of them."""
     shapes = [tuple(make().shape) for make in makes]
     found = {}
-    for text, odd in INPUTS.items():
-        if len({*shapes}) == 1:
+    if len({*shapes}) == 1:
+        for text, odd in INPUTS.items():
             alike = functools.partial(odd, shapes[0], torch.float32)
             found[text] = given(*[alike] * len(makes), **named)
+    for text, odd in ONE.items() if len(makes) > 1 else ():
         for place, name in enumerate(names[: len(makes)]):
             one = functools.partial(odd, shapes[place], torch.float32)
             changed = (one if i == place else make for i, make in enumerate(makes))
@@ -66,12 +74,12 @@ def odd_tensors(names: Sequence[str], *makes: Callable, **named) -> dict[str, Ca
     return found
 
 
-def odd_masks(name: str, shapes: dict[str, tuple], *makes, **named) -> dict[str, Callable]:
-    """Masks of odd kinds in the usual shape; boolean and float ones in others."""
+def odd_masks(name: str, shapes: dict[str, tuple], *makes, odd=MASK, **named):
+    """Calls with masks of odd kinds in the usual shape, and boolean and float ones in others."""
     usual, *_ = shapes.values()
     made = {
-        f"{name}: {text}": functools.partial(odd, usual, torch.float32)
-        for text, odd in INPUTS.items()
+        f"{name}: {text}": functools.partial(make, usual, torch.float32)
+        for text, make in odd.items()
     }
     for text, shape in shapes.items():
         made[f"{name} {text}"] = functools.partial(mask, *shape)
@@ -99,8 +107,8 @@ def mha_calls(batched: tuple[int, ...], **named) -> dict[str, Callable]:
     found = odd_tensors(("query", "key", "value"), *three, **named)
     found |= odd_masks("key_padding_mask", PADDINGS, *three, **named)
     found |= odd_masks("attn_mask", MASKS, *three, **named)
-    causal = odd_masks("attn_mask", MASKS, *three, is_causal=True, **named)
-    found |= {f"{text}, causal": call for text, call in causal.items() if ":" not in text}
+    causal = odd_masks("attn_mask", MASKS, *three, odd={}, is_causal=True, **named)
+    found |= {f"{text}, causal": call for text, call in causal.items()}
     kinds = {"boolean": functools.partial(mask, BATCH, SEQ), "float": normal(BATCH, SEQ)}
     for text, padding in kinds.items():
         both = dict(key_padding_mask=padding, attn_mask=functools.partial(mask, SEQ, SEQ))
@@ -300,11 +308,12 @@ def attention_cases() -> list[Case]:
         for value in values:
             found[f"{name}={value!r}"] = given(x, x, x, **{name: value})
     for text, shape in {"": USUAL, ", 2-D": (SEQ, 8), ", 3-D": (2, SEQ, 8)}.items():
-        calls = odd_masks("attn_mask", MASKS_OF_CALLS, *[normal(*shape)] * 3)
+        odd = {} if text else MASK
+        calls = odd_masks("attn_mask", MASKS_OF_CALLS, *[normal(*shape)] * 3, odd=odd)
         found |= {name + text: call for name, call in calls.items()}
-    calls = odd_masks("attn_mask", MASKS_OF_CALLS, x, x, x, is_causal=True)
+    calls = odd_masks("attn_mask", MASKS_OF_CALLS, x, x, x, odd={}, is_causal=True)
     found |= {f"{name}, causal": call for name, call in calls.items()}
-    calls = odd_masks("attn_mask", MASKS_OF_CALLS, normal(1, HEADS, SEQ, 8), x, x)
+    calls = odd_masks("attn_mask", MASKS_OF_CALLS, normal(1, HEADS, SEQ, 8), x, x, odd={})
     found |= {f"{name}, one query": call for name, call in calls.items()}
     found |= {
         "one argument": given(x),

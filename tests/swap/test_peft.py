@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import onepass
+from tests.integrations.transformers_cases import IDS, build, transformers
 
-transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.usefixtures("slow_products", "probed_once")
 
-IDS = torch.arange(20).reshape(2, 10) % 32
 NORMS = {
     f"model.layers.{layer}.{norm}"
     for layer in range(2)
@@ -23,13 +22,7 @@ NORMS = {
 
 
 def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.0,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+    return build("llama", tie_word_embeddings=True)
 
 
 def lora(**options):

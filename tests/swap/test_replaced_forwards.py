@@ -17,8 +17,9 @@ import onepass
 from onepass import _stock
 from onepass.swapping import classes
 from tests.support import fresh
-from tests.swap.foreign_linear import OwnAttention, Plain
-from tests.swap.small_models import CONFIG, adaptive, resnet, transformers
+from tests.swap import test_kinds
+from tests.swap.foreign_linear import Plain
+from tests.swap.small_models import CONFIG, transformers
 from tests.swap.test_mlp import Llamas
 
 pytorch_utils, llama = transformers.pytorch_utils, transformers.models.llama.modeling_llama
@@ -61,7 +62,7 @@ CASES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("linear_layers_gain", "probed_once")
+pytestmark = pytest.mark.usefixtures("linear_layers_gain", "every_loss_gains", "probed_once")
 
 
 def forwards(model):
@@ -183,33 +184,6 @@ def test_replaced_code_is_known(monkeypatch):
 # ---- wrapped on the instance after a swap --------------------------------------------------------
 
 
-def x(*shape):
-    return torch.randn(shape)
-
-
-MODELS = {
-    "layer norm": (lambda: nn.LayerNorm(64), lambda: (x(9, 64),)),
-    "RMS norm": (lambda: nn.RMSNorm(64), lambda: (x(9, 64),)),
-    "group norm": (lambda: nn.GroupNorm(4, 64).bfloat16(), lambda: (x(2, 64, 80, 80).bfloat16(),)),
-    "another norm": (lambda: llama.LlamaRMSNorm(64), lambda: (x(9, 64),)),
-    "group norm, silu": (activated, lambda: (x(2, 64, 40, 40),)),
-    "resnet": (resnet, lambda: (x(2, 64, 40, 40), x(2, 64))),
-    "adaptive": (adaptive, lambda: (x(2, 9, 64), x(2, 64))),
-    "block": (lambda: llama.LlamaMLP(CONFIG), lambda: (x(512, 64),)),
-    "linear": (lambda: nn.Linear(64, 64), lambda: (x(300, 64),)),
-    "Conv1D": (lambda: pytorch_utils.Conv1D(64, 64), lambda: (x(300, 64),)),
-    "dropout": (lambda: nn.Dropout(0.0), lambda: (x(9, 64),)),
-    "loss": (nn.CrossEntropyLoss, lambda: (x(2000, 64), torch.randint(64, (2000,)))),
-    "attention": (lambda: nn.MultiheadAttention(64, 4), lambda: (x(9, 2, 64),) * 3),
-    "layer": (lambda: nn.TransformerEncoderLayer(64, 4, dropout=0.0), lambda: (x(9, 2, 64),)),
-    "calls": (OwnAttention, lambda: (x(2, 300, 16),)),
-    "model": (
-        lambda: transformers.LlamaForCausalLM(CONFIG),
-        lambda: (torch.randint(256, (2, 64)),),
-    ),
-}
-
-
 def wraps(module):
     inner = module.forward
     module.forward = functools.wraps(inner)(lambda *args, **named: inner(*args, **named))
@@ -237,53 +211,56 @@ def accelerates_and_removes(module):
     hooks().remove_hook_from_module(module)
 
 
+OTHERS = (
+    "RMSNorm", "adaptive norm", "resnet block", "CrossEntropyLoss", "MultiheadAttention",
+    "encoder layer",
+)  # fmt: skip
 WRAPPERS = [wraps, of_the_class, autocast, accelerates, accelerates_and_removes]
 
 
-def outputs(model, inputs):
-    with torch.no_grad():
-        result = model(*inputs)
-    if isinstance(result, dict):
-        result = result["logits"]
-    return result if isinstance(result, tuple) else (result,)
-
-
-def same(found, expected):
-    torch.testing.assert_close(*([y for y in ys if y is not None] for ys in (found, expected)))
-
-
-def offloads(model):
-    accelerate = pytest.importorskip("accelerate", reason="it wraps the model")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert "_old_forward" in vars(model.model.norm)
-
-
-def check(name, wrap):
+def check(make, inputs, wrap) -> None:
     """A model works before and after `unswap`, if `wrap` is called between."""
-    torch.manual_seed(0)
-    make, inputs = MODELS[name]
-    model, inputs = make().eval(), inputs()
-    stock = outputs(model, inputs)
-    assert onepass.swap(model).swapped
-    wrap(model)
-    same(outputs(model, inputs), stock)
-    onepass.unswap(model)
-    same(outputs(model, inputs), stock)
+    model = make().eval()
+    with torch.no_grad():
+        stock = model(*inputs)
+        assert onepass.swap(model).swapped
+        wrap(model)
+        torch.testing.assert_close(model(*inputs), stock)
+        onepass.unswap(model)
+        torch.testing.assert_close(model(*inputs), stock)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*test_kinds.KINDS, *OTHERS])
 def test_works_before_and_after_unswap(name, wrapper):
-    check(name, lambda model: [wrapper(module) for module in model.modules()])
+    case = test_kinds.CASES[name]
+    inputs = case.inputs(3)
+    check(case.make, inputs, lambda model: [wrapper(module) for module in model.modules()])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_whole_model_works_before_and_after_unswap(wrapper):
+    def make():
+        return transformers.LlamaForCausalLM(CONFIG)
+
+    ids = torch.randint(256, (2, 64))
+    check(make, (ids,), lambda model: [wrapper(module) for module in model.modules()])
 
 
 def test_cpu_offload():
-    check("model", offloads)
+    accelerate = pytest.importorskip("accelerate", reason="it wraps the model")
+
+    def offloads(model):
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert "_old_forward" in vars(model.model.norm)
+
+    ids = torch.randint(256, (2, 64))
+    check(lambda: transformers.LlamaForCausalLM(CONFIG), (ids,), offloads)
 
 
 def test_the_with_block_ends_with_a_working_model():
-    model, images = activated(), x(2, 64, 8, 8)
+    model, images = activated(), torch.randn(2, 64, 8, 8)
     expected = model(images)
     with onepass.swapped(model):
         wraps(model)

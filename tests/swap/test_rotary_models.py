@@ -12,28 +12,15 @@ import onepass
 from tests.integrations import transformers_cases as cases
 from tests.swap.test_rotary import ours, swap
 
-transformers = cases.transformers
 NAMES = (
-    "qwen3", "phi", "gpt_neox", "gpt_oss", "deepseek_v3", "deepseek_v32", "mimo_v2_flash",
+    *cases.ROTATING, "gpt_oss", "deepseek_v3", "deepseek_v32", "mimo_v2_flash",
     "openai_privacy_filter",
 )  # fmt: skip
-SIZES = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50, head_dim=16,
-    num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-)  # fmt: skip
-OTHERS = ("cohere", "glm", "olmo")
 
 
-def build(name: str):
-    if name not in OTHERS:
-        return cases.build(name)
-    config = getattr(transformers, f"{name.title()}Config")(**SIZES)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-@pytest.mark.parametrize("name", NAMES + OTHERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_models_of_transformers(name):
-    model = build(name)
+    model = cases.build(name)
     file = sys.modules[type(model).__module__]
     function = getattr(file, "apply_rotary_pos_emb", None)
     stock, classes = copy.deepcopy(model), [type(module) for module in model.modules()]

@@ -231,13 +231,11 @@ def test_copies_of_calls():
 
 def small_llama():
     """(model, batch), with attention by name in its config, and rotary functions."""
-    transformers = pytest.importorskip("transformers", reason="the model is its own")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
-    )  # fmt: skip
+    from tests.integrations import transformers_cases  # which skips without transformers
+
     ids = torch.arange(8)[None]
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    model = transformers_cases.build("llama", num_hidden_layers=1, attention_dropout=0.1)
+    return model.train(), {"input_ids": ids, "labels": ids}
 
 
 @pytest.mark.parametrize("faster", [True, False])
@@ -257,7 +255,7 @@ def test_attention_by_name_is_measured_by_steps(monkeypatch, faster):
 
     monkeypatch.setattr(harness.HostClock, "seconds", seconds)
     measure_little(monkeypatch)
-    report = swap(model, "attention", sample={"input_ids": torch.randint(64, (1, 8))})
+    report = swap(model, "attention", sample={"input_ids": torch.randint(32, (1, 8))})
     assert bool(report.swapped) is faster
     assert (model.config._attn_implementation == "onepass") is faster
     assert onepass.unswap(model) is not None

@@ -17,7 +17,6 @@ from tests.integrations.transformers_cases import (
     implementations,
     kinds,
     run,
-    transformers,
 )
 from tests.support import fresh
 
@@ -166,14 +165,3 @@ def test_checkpoint_wrappers_around_layers_are_noted():
         assert "use_cache=False" in str(report)
     model.config.use_cache = False
     assert not attached.to_dict()["skipped"] and not integration.attach(model).notes
-
-
-def test_models_without_attention_are_not_listed_as_having_some():
-    config = transformers.FNetConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, intermediate_size=16
-    )
-    model = transformers.FNetModel(config)
-    report = onepass.swap(model, kinds="attention")
-    assert not report.swapped and not report.skipped and not report.unknown
-    (entry,) = integration.attach(model).skipped
-    assert entry["reason"].startswith("takes no attention from transformers' registry")

@@ -206,38 +206,25 @@ def test_channels_last():
         assert result.ok and result.dropout_off == "" and result.kernels["dropout"], result
 
 
-TEXT = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-OF_TRANSFORMERS = {
-    "GPT2LMHeadModel": dict(vocab_size=64, n_embd=32, n_layer=1, n_head=4),
-    "BertForMaskedLM": dict(TEXT, intermediate_size=64),
-    "T5ForConditionalGeneration": dict(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
-        decoder_start_token_id=0,
-    ),
-    "LlamaForCausalLM": dict(
-        TEXT, num_key_value_heads=2, intermediate_size=64, attention_dropout=0.1
-    ),
-    "SwinForImageClassification": dict(
-        image_size=16, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4,
-        drop_path_rate=0.5, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
-    ),
-}  # fmt: skip
+OF_TRANSFORMERS = {  # options of dropout
+    "gpt2": {},
+    "bert": {},
+    "t5": dict(dropout_rate=0.1),
+    "llama": dict(attention_dropout=0.1),
+}
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_models_of_transformers(name, attention):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    ids, mask = torch.arange(32).reshape(2, 16), torch.ones(2, 16, dtype=torch.long)
-    mask[1, 10:] = 0
-    batch = dict(input_ids=ids, labels=ids, attention_mask=mask)
-    if "Image" in name:
-        batch = dict(pixel_values=torch.randn(2, 3, 16, 16), labels=torch.tensor([0, 1]))
-    cls = getattr(transformers, name)
-    config = cls.config_class(**OF_TRANSFORMERS[name])
-    config._attn_implementation = attention
-    result = verified(cls(config).train(), batch)
+    from tests.integrations import transformers_cases as cases  # which skips without transformers
+
+    model = cases.build(name, **OF_TRANSFORMERS[name]).train()
+    model.set_attn_implementation(attention)
+    batch = dict(cases.inputs(name, "right"), labels=cases.IDS)
+    batch.pop("decoder_input_ids", None)
+    result = verified(model, batch)
     assert result.ok and result.dropout_off == "" and result.kernels["attention"], result
 
 
