@@ -131,26 +131,6 @@ def test_norms_and_biases_stay_without_decay(name, tmp_path):
 # ---------------------------------------------------------------- training
 
 
-def curve(seed: int, folder, *, ours: bool = False, double: bool = False):
-    """The loss of each step."""
-    model = build("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
-    args = arguments(folder, adam_epsilon=1e-3, seed=seed, max_steps=4)
-    swapping = (trainer_optimizer(args), SwapCallback()) if ours else ()
-    trainer = trainer_of(model.double() if double else model, args, *swapping)
-    trainer.train()
-    assert len(logged(trainer)) == 4
-    return torch.tensor(logged(trainer), dtype=torch.float64 if double else torch.float32)
-
-
-def test_losses_are_as_close_to_the_truth_as_stocks(tmp_path):
-    ours, ref, base = (
-        [curve(seed, tmp_path, **how) for seed in range(5)]
-        for how in (dict(ours=True), dict(double=True), {})
-    )
-    assert min(float(losses[0] - losses[-1]) for losses in ref) > 0.1  # it trains
-    numerics.assert_close(ours, ref, base)
-
-
 @pytest.mark.slow
 def test_compiled_models_run_it_too(tmp_path):
     """`torch_compile`: the callback swaps before the first graph is made."""

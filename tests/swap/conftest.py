@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import torch
+import torch.distributed
 
 from onepass._policy import small_calls
 from onepass.swapping import matchers, plan, verify
@@ -46,6 +50,17 @@ def judged(request, monkeypatch):
     if request.param == "rounding":
         monkeypatch.setattr(verify, "_room_for_double", lambda model: False)
     return request.param
+
+
+@pytest.fixture
+def group(tmp_path):
+    """torch.distributed with one process."""
+    if not torch.distributed.is_available() or sys.platform != "linux":
+        pytest.skip("torch.distributed is not available")
+    init_method = f"file://{tmp_path}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

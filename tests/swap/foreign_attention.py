@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint as recompute
 
 
@@ -38,26 +37,6 @@ class Plain(Base):
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(*self.split(x), dropout_p=p, is_causal=is_causal)
         return self.join(y)
-
-
-class Alias(Base):
-    def forward(self, x):
-        return self.join(sdpa(*self.split(x)))
-
-
-class ImportedInside(Base):
-    def forward(self, x):
-        from torch.nn.functional import scaled_dot_product_attention as attend
-
-        return self.join(attend(*self.split(x)))
-
-
-class MethodOfThatName(Base):
-    def scaled_dot_product_attention(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v)
-
-    def forward(self, x):
-        return self.join(self.scaled_dot_product_attention(*self.split(x)))
 
 
 def helper(q, k, v):
@@ -107,11 +86,6 @@ class WithProcessor(Base):
         return self.join(self.processor(*self.split(x)))
 
 
-class CallsItsBase(Plain):
-    def forward(self, x):
-        return Plain.forward(self, x) + 1.0
-
-
 class ByKeyword(Base):
     def forward(self, x):
         q, k, v = self.split(x)
@@ -156,8 +130,7 @@ class Unflattened(Base):
 
 
 FOUND = [
-    Unflattened, Plain, Alias, ImportedInside, MethodOfThatName, Helper, Decorated, WithProcessor,
-    CallsItsBase, ByKeyword,
+    Unflattened, Plain, Helper, Decorated, WithProcessor, ByKeyword,
 ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.functional import linear
 from torch.nn.functional import linear as project
 
 
@@ -24,11 +23,6 @@ class Base(nn.Module):
 class Plain(Base):
     def forward(self, x, scale: float = 1.0):
         return F.linear(x, self.weight, self.bias) * scale
-
-
-class Direct(Base):
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
 
 
 class Alias(Base):
@@ -146,22 +140,10 @@ class LowRank(nn.Linear):
         return F.linear(x, self.weight, self.bias) + x @ self.down.T @ self.up.T
 
 
-class Quantised(nn.Linear):
-    """As the layers of BitNet: the weight is rounded before each product."""
-
-    def __init__(self):
-        super().__init__(16, 16)
-
-    def forward(self, x):
-        scale = self.weight.abs().mean()
-        rounded = (self.weight / scale).round().clamp(-1, 1) * scale
-        return F.linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
-
-
 FOUND = [
-    Plain, Direct, Alias, LongName, Builtin, ImportedInside, ModuleImportedInside, Method, Helper,
+    Plain, Alias, LongName, Builtin, ImportedInside, ModuleImportedInside, Method, Helper,
     InAClosure, AliasInAClosure, OnTheInstance, InADefault, ByKeyword, Inherited, CallsSuper,
-    OfTorch, LowRank, Quantised,
+    OfTorch, LowRank,
 ]  # fmt: skip
 
 

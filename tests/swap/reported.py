@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from onepass import _dispatch_log
@@ -33,6 +34,20 @@ def kernels(run: Callable, name: str) -> int:
     with _dispatch_log.record() as calls:
         run()
     return sum(call["kernel"] == name for call in calls)
+
+
+def graph_of(function: Callable, *args) -> str:
+    """The code of the graph that torch.compile makes."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.code))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(*args)
+    (code,) = graphs
+    return code
 
 
 def losses(run: Callable) -> int:

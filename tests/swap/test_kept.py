@@ -25,6 +25,7 @@ from tests.swap import (
     test_kinds,
     test_loss,
     test_mlp,
+    test_norm_constants,
     test_rotary,
 )
 from tests.swap.reported import names, types
@@ -263,6 +264,10 @@ KEPT = {
     **{
         cls.__name__: Kept(lambda cls=cls: cls(COLS), "norm", *reason)
         for cls, reason in foreign_norms.REFUSED.items()
+    },
+    **{
+        cls.__name__: Kept(lambda cls=cls: cls(bias=False), "norm", *reason)
+        for cls, reason in test_norm_constants.REFUSED.items()
     },
     **{
         path: Kept(functools.partial(of_transformers, path, *arguments), "norm", *reason)

@@ -79,7 +79,7 @@ def channels_last(rows: int) -> tuple:
 
 
 def conditioned(*sizes: int) -> Callable:
-    return lambda rows: (torch.randn(rows, *sizes), torch.randn(rows, 64))
+    return lambda rows: (torch.randn(rows, *sizes), torch.randn(rows, 64, requires_grad=True))
 
 
 def norm(make: Callable, to: str, dtype=torch.float32) -> Case:
@@ -96,7 +96,7 @@ def modulated(cls: str, *sizes: int, given: tuple = (), calls: int = 1, **option
 
     def inputs(rows: int) -> tuple:
         is_by_labels = given and given[-1] is not None
-        conditioning = () if is_by_labels else (torch.randn(rows, 32),)
+        conditioning = () if is_by_labels else (torch.randn(rows, 32, requires_grad=True),)
         return torch.randn(rows, 5, 32), *given, *conditioning
 
     op = "modulated_rms_norm" if options.get("norm_type") == "rms_norm" else "modulated_layer_norm"
@@ -106,7 +106,7 @@ def modulated(cls: str, *sizes: int, given: tuple = (), calls: int = 1, **option
 
 def resnet(dtype=torch.float32, order=torch.contiguous_format, calls: int = 2, **options) -> Case:
     options = dict(in_channels=8, groups=4, temb_channels=12) | options
-    temb, alone = options["temb_channels"], calls == 1 and dtype is BF16
+    width, alone = options["temb_channels"], calls == 1 and dtype is BF16
 
     def make() -> nn.Module:
         return small_models.diffusers_part("resnet").ResnetBlock2D(**options).to(dtype)
@@ -114,7 +114,8 @@ def resnet(dtype=torch.float32, order=torch.contiguous_format, calls: int = 2, *
     def inputs(rows: int) -> tuple:
         x = torch.randn(rows, 8, 6, 6, dtype=dtype).to(memory_format=order)
         # In channels last torch's own norm crashes where the input needs no gradient.
-        return x.requires_grad_(), None if temb is None else torch.randn(rows, temb, dtype=dtype)
+        temb = None if width is None else torch.randn(rows, width, dtype=dtype, requires_grad=True)
+        return x.requires_grad_(), temb
 
     names = ("it", "it.norm2") if alone else ("it",)
     pickles = options.get("kernel") != "fir"  # which holds a lambda
@@ -306,12 +307,13 @@ def outputs_of(y: Tensor | tuple) -> tuple:
 
 
 def results(model: nn.Module, inputs: tuple) -> list[Tensor]:
-    """The outputs and the gradients of inputs and parameters; the memory order is that of stock's,
-    except for gradients of further inputs."""
-    inputs = [x.detach().clone().requires_grad_() if is_float(x) else x for x in inputs]
+    """The outputs and the gradients of parameters, the first input and those that want one; of the
+    latter stock's memory order is not compared."""
+    wanted = [is_float(x) and (x is inputs[0] or x.requires_grad) for x in inputs]
+    inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+    x, *more = (x.requires_grad_() for x, wants in zip(inputs, wanted, strict=True) if wants)
     outputs, generator = outputs_of(model(*inputs)), torch.Generator().manual_seed(2)
     upstream = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
-    x, *more = filter(is_float, inputs)
     leaves = [*more, x, *(p for p in model.parameters() if p.requires_grad)]
     found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
     found = [*(g.contiguous() for g in found[: len(more)]), *found[len(more) :]]

@@ -10,10 +10,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch.distributed.fsdp
 from torch import distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed import fsdp
 from torch.utils.dlpack import to_dlpack
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -313,20 +313,12 @@ def test_hooks_on_the_model():
 # ---- under DDP and FSDP, of one process ----------------------------------------------------------
 
 
-@pytest.fixture
-def fsdp(tmp_path):
-    """The module, within a group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield torch.distributed.fsdp
-    dist.destroy_process_group()
-
-
 def backward(batch: dict):
     return lambda m: m(**batch).loss.backward()
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_replicated(options, fsdp):
+def test_replicated(options, group):
     """With some options DDP copies the outputs of a forward, and so reads the logits."""
     model, stock, batch = pair()
     replicated = nn.parallel.DistributedDataParallel(model, **options)
@@ -341,7 +333,7 @@ def test_replicated(options, fsdp):
 
 @pytest.mark.parametrize("resharded", [None, True], ids=["gathered", "resharded"])
 @pytest.mark.parametrize("of_its_own", [False, True], ids=["with the model", "of its own"])
-def test_sharded(of_its_own, resharded, fsdp):
+def test_sharded(of_its_own, resharded, group):
     """By FSDP, which has a hook on each output, and may free the weight after the forward."""
     model, stock, batch = pair()
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
@@ -362,7 +354,7 @@ def test_sharded(of_its_own, resharded, fsdp):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original parameters"])
-def test_sharded_by_the_first_fsdp(original, fsdp):
+def test_sharded_by_the_first_fsdp(original, group):
     model, stock, batch = pair()
     cpu = torch.device("cpu")
     sharded = fsdp.FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)

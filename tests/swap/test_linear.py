@@ -19,7 +19,7 @@ from onepass._policy import precision, products, small_calls
 from onepass.swapping.reasons import Reason
 from tests.swap.foreign_linear import Plain
 from tests.swap.linear_calls import FAST, SLOW, set_facts, swap
-from tests.swap.reported import names
+from tests.swap.reported import graph_of, names
 
 pytestmark = pytest.mark.usefixtures("slow_products")
 
@@ -171,17 +171,8 @@ def test_compiled_calls_follow_the_dtype_too(monkeypatch, bfloat16):
     set_facts(monkeypatch, SLOW._replace(bfloat16=bfloat16))
     ours = model()
     swap(ours)
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(str(graph.code))
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, backend=backend, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        compiled(torch.randn(30, 24))
-    (code,) = graphs
+        code = graph_of(ours, torch.randn(30, 24))
     assert ("onepass.linear_forward" in code) is not bfloat16
 
 

@@ -21,13 +21,8 @@ from torch.utils.hooks import RemovableHandle
 import onepass
 from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
-from tests.swap import small_models, test_rotary
-from tests.swap.foreign_attention import SelfAttention
-from tests.swap.test_mlp import WIDTH as LLAMAS_WIDTH
-from tests.swap.test_mlp import Llamas
-
-WIDTH, TOKENS = 16, 6
-
+from tests.swap import small_models, test_kinds, test_rotary
+from tests.swap.test_mlp import WIDTH, Llamas
 
 # ---- modules -------------------------------------------------------------------------------------
 
@@ -71,66 +66,52 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(size.mean(-1, keepdim=True) + self.eps))
 
 
-def _resnet():
-    return small_models.diffusers_part("resnet").ResnetBlock2D(
-        in_channels=8, groups=4, temb_channels=None
-    )
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = small_models.transformers.LlamaModel(small_models.CONFIG)
+
+    def forward(self, x):
+        return self.model(inputs_embeds=x).last_hidden_state
 
 
-def _layer(cls, **options):
-    return cls(WIDTH, 2, 24, dropout=0.0, batch_first=True, **options)
+def _encoder(**options) -> test_kinds.Case:
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True, **options)
+
+    return test_kinds.attention(make, "")
 
 
-# How to make a module, and its parts.
-MODULES = {
-    "gated": (Llamas, "gate_proj up_proj down_proj act_fn"),
-    "gated, of a function": (Packed, "gate_up_proj down_proj"),
-    "group norm, silu": (
-        lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.SiLU()), "0 1 2",
+CASES = {
+    **test_kinds.CASES,
+    "gated: a function": test_kinds.gated(Packed),
+    "group norm": test_kinds.Case(
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.SiLU()),
+        test_kinds.of(8, 5, 5),
+        "norm",
+        "",
+        "",
     ),
-    "resnet block": (_resnet, "norm1 conv1 norm2 dropout conv2 nonlinearity"),
-    "adaptive norm": (small_models.adaptive, "norm silu linear"),
-    "attention": (SelfAttention, "attention.out_proj attention"),
-    "encoder": (
-        lambda: _layer(nn.TransformerEncoderLayer, activation=nn.GELU()),
-        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation",
-    ),
-    "encoder, norms first": (
-        lambda: _layer(nn.TransformerEncoderLayer, norm_first=True),
-        "self_attn linear1 linear2 norm1 norm2 dropout2",
-    ),
-    "decoder": (
-        lambda: _layer(nn.TransformerDecoderLayer),
-        "self_attn multihead_attn linear1 dropout linear2 norm3 dropout3",
-    ),
-    "rotary": (test_rotary.Attention, "q_proj k_proj"),
-    "model": (
-        lambda: small_models.transformers.LlamaModel(small_models.CONFIG),
-        "layers.0.self_attn.q_proj layers.0.self_attn.o_proj norm layers.0.input_layernorm "
-        "layers.0.mlp layers.0.mlp.act_fn layers.0.mlp.up_proj",
-    ),
-}  # fmt: skip
-PARTS = [(name, part) for name, (_, parts) in MODULES.items() for part in parts.split()]
-SHAPES = {  # of the input, where it is not (2, TOKENS, WIDTH)
-    "gated": (2, TOKENS, LLAMAS_WIDTH),
-    "group norm, silu": (2, 8, 5, 5),
-    "resnet block": (2, 8, 5, 5),
-    "adaptive norm": (2, TOKENS, 64),
-    "model": (2, TOKENS, 64),
-    "rotary": (2, test_rotary.TOKENS, 32),
+    "encoder": _encoder(activation=nn.GELU()),
+    "encoder, norms first": _encoder(norm_first=True),
+    "model": test_kinds.attention(Model, "", inputs=test_kinds.of(6, 64)),
 }
-MORE = {  # arguments after the input
-    "resnet block": lambda x: (None,),
-    "adaptive norm": lambda x: (x[:, 0],),
-    "decoder": lambda x: (x.flip(1),),
-    "rotary": lambda x: (x[..., :16].detach().cos(), x[..., :16].detach().sin()),
+MODULES = {  # the parts of each
+    "gated: silu": "gate_proj up_proj down_proj act_fn",
+    "gated: a function": "gate_up_proj down_proj",
+    "group norm": "0 1 2",
+    "resnet: no time": "norm1 conv1 norm2 dropout conv2 nonlinearity",
+    "adaptive norm": "norm silu linear",
+    "MultiheadAttention": "attention.out_proj attention",
+    "encoder": "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation",
+    "encoder, norms first": "self_attn linear1 linear2 norm1 norm2 dropout2",
+    "decoder layer": "self_attn multihead_attn linear1 dropout linear2 norm3 dropout3",
+    "rotary: Attention": "q_proj k_proj",
+    "model": "model.layers.0.self_attn.q_proj model.layers.0.self_attn.o_proj model.norm "
+    "model.layers.0.input_layernorm model.layers.0.mlp model.layers.0.mlp.act_fn "
+    "model.layers.0.mlp.up_proj",
 }
-
-
-def called(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    if name == "model":
-        return model(inputs_embeds=x).last_hidden_state
-    return model(x, *MORE.get(name, lambda x: ())(x))
+PARTS = [(name, part) for name, parts in MODULES.items() for part in parts.split()]
 
 
 # ---- changes -------------------------------------------------------------------------------------
@@ -260,7 +241,7 @@ def changes(request, monkeypatch):
 @functools.cache
 def _made(name: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    stock = MODULES[name][0]().double()
+    stock = CASES[name].make().double()
     model = nn.ModuleList([copy.deepcopy(stock)])
     assert onepass.swap(model).swapped
     return model[0], stock
@@ -271,15 +252,9 @@ def made(name: str) -> tuple[nn.Module, nn.Module]:
     return copy.deepcopy(_made(name))
 
 
-def results(model: nn.Module, name: str = "") -> list[Tensor]:
-    random = torch.Generator().manual_seed(1)
-    shape = SHAPES.get(name, (2, TOKENS, WIDTH))
-    x = torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_()
-    y = called(model, name, x)
-    upstream = torch.randn(y.shape, generator=random, dtype=y.dtype)
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    found = torch.autograd.grad(y, leaves, upstream, allow_unused=True)
-    return [y.detach(), *(g for g in found if g is not None)]
+def results(model: nn.Module, name: str = "gated: silu") -> list[Tensor]:
+    torch.manual_seed(1)
+    return test_kinds.results(model, tuple(map(test_kinds.doubled, CASES[name].inputs(2))))
 
 
 def outcome(model: nn.Module, name: str) -> list[Tensor] | type[Exception]:
@@ -370,33 +345,32 @@ def test_a_change_of_an_attribute_counts(name):
     torch.manual_seed(0)
     make, change = ATTRIBUTES[name]
     stock = make()
-    of = "gated" if isinstance(stock, Llamas) else ""
     model = nn.Sequential(copy.deepcopy(stock))
     assert onepass.swap(model, probe=True).swapped
     for twin in (copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]):
         twin, other = twin.double(), copy.deepcopy(stock).double()
         with _dispatch_log.record() as calls:
-            before = results(twin, of)
+            before = results(twin)
         assert calls, "copies run ours"
         for each in (twin, other):
             change(each)
-        assert not differ(results(twin, of), results(other, of))
-        assert differ(results(other, of), before)
+        assert not differ(results(twin), results(other))
+        assert differ(results(other), before)
 
 
 def test_a_rotating_function_that_is_replaced(monkeypatch):
-    model, stock = made("rotary")
-    before = results(stock, "rotary")
+    model, stock = made("rotary: Attention")
+    before = results(stock, "rotary: Attention")
     monkeypatch.setattr(test_rotary, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q + 1, k))
-    assert not differ(results(model, "rotary"), results(stock, "rotary"))
-    assert differ(results(stock, "rotary"), before)
+    assert not differ(results(model, "rotary: Attention"), results(stock, "rotary: Attention"))
+    assert differ(results(stock, "rotary: Attention"), before)
 
 
 def test_factors_of_other_shapes_and_dtypes():
     """What adapters may return."""
-    models = made("gated")
+    models = made("gated: silu")
     for each in models:
-        each.up_proj = nn.Sequential(nn.Linear(LLAMAS_WIDTH, 1)).double()
+        each.up_proj = nn.Sequential(nn.Linear(WIDTH, 1)).double()
         nn.init.constant_(each.up_proj[0].weight, 0.5)
         nn.init.constant_(each.up_proj[0].bias, 0.5)
-    assert not differ(*(results(each, "gated") for each in models))
+    assert not differ(*(results(each) for each in models))

@@ -14,18 +14,16 @@ from torch import nn
 import onepass
 from onepass.swapping import plan
 from tests.support import fresh
-from tests.swap.foreign_norms import RMS, Max, OnePlusRMS
+from tests.swap.foreign_norms import RMS, Counting, Max, OnePlusRMS
 from tests.swap.reported import names, types
+from tests.swap.test_kept import OwnBlock, OwnMultihead, SpatialDropout
+from tests.swap.test_norm_constants import NormOfItsClass
 
 pytestmark = pytest.mark.usefixtures("probed_once")
 
 
 class NamedLayerNorm(nn.LayerNorm):
     """A subclass that inherits forward."""
-
-
-class SpatialDropout(nn.Dropout):
-    """A subclass, whose kind of dropout is unknown."""
 
 
 class Block(nn.Module):
@@ -303,29 +301,9 @@ def test_parametrizing_after_the_swap_forbids_unswap():
 # ---------------------------------------------------------------- by force
 
 
-class Counting(RMS):
-    """Keeps state, which no probe accepts."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
 class Doubled(RMS):
     def forward(self, x):
         return 2.0 * super().forward(x)
-
-
-class OwnHeads(nn.MultiheadAttention):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-class OwnBlock(nn.TransformerEncoderLayer):
-    def _sa_block(self, *args, **kwargs):
-        return super()._sa_block(*args, **kwargs)
 
 
 def test_a_norm_that_the_probe_refuses(torchs_products):
@@ -353,15 +331,10 @@ def test_verify_finds_what_was_forced_wrongly(torchs_products):
     assert not report.verify(torch.randn(5, 16)).ok
 
 
-def test_what_the_probe_accepts_is_not_called_forced():
-    model = nn.Sequential(RMS(16))
-    report = onepass.swap(model, force="*")
-    assert report.swapped[0]["to"] == "onepass rms_norm"
-    assert not any(": forced" in note for note in report.notes)
-
-
-def test_without_a_probe_it_is_forced():
+def test_what_the_probe_accepts_is_forced_without_a_probe_alone():
     model = nn.Sequential(RMS(16), RMS(16))
+    assert [e["to"] for e in onepass.swap(model, force="*").swapped] == ["onepass rms_norm"] * 2
+    onepass.unswap(model)
     report = onepass.swap(model, force="0", probe=False)
     assert names(report.swapped) == {"0"} and "forced" in report.swapped[0]["to"]
     assert report.verify(torch.randn(3, 16)).ok
@@ -371,7 +344,7 @@ def test_without_a_probe_it_is_forced():
     ("module", "listed", "to"),
     [
         (lambda: SpatialDropout(0.1), "skipped", "onepass.nn.Dropout"),
-        (lambda: OwnHeads(8, 2), "unknown", "onepass.nn.MultiheadAttention"),
+        (lambda: OwnMultihead(8, 2), "unknown", "onepass.nn.MultiheadAttention"),
         (lambda: OwnBlock(8, 2, 8), "skipped", "onepass.nn.TransformerEncoderLayer"),
     ],
 )
@@ -390,10 +363,11 @@ def test_subclasses_of_torchs(module, listed, to):
 def test_force_cannot_do_everything():
     frozen = SpatialDropout(0.1)
     frozen.forward = frozen.forward
-    model = nn.ModuleDict({"batch": nn.BatchNorm1d(4), "frozen": frozen, "drop": nn.Dropout2d()})
+    norms = {"batch": nn.BatchNorm1d(4), "constant": NormOfItsClass(bias=False)}
+    model = nn.ModuleDict({**norms, "frozen": frozen, "drop": nn.Dropout2d()})
     report = onepass.swap(model, force="*")
     reasons = {entry["name"]: entry["reason"] for entry in report.skipped}
-    assert set(reasons) == {"batch", "frozen"} and names(report.unknown) == {"drop"}
+    assert set(reasons) == {*norms, "frozen"} and names(report.unknown) == {"drop"}
     assert all(reason.endswith("; force does not change that") for reason in reasons.values())
     assert reasons["frozen"].startswith("its forward is replaced on the instance")
     assert not any(": forced" in note for note in report.notes)

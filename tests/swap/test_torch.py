@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 
 import pytest
@@ -181,22 +180,7 @@ def test_torchscript_modules_are_left_alone():
 
 # ---------------------------------------------------------------- distributed
 
-needs_gloo = pytest.mark.skipif(
-    not torch.distributed.is_available() or sys.platform != "linux",
-    reason="torch.distributed is not available",
-)
 
-
-@pytest.fixture
-def group(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@needs_gloo
 @pytest.mark.parametrize("order", ["swap first", "wrap first"])
 def test_ddp(group, order, torchs_products):
     model = Block(p=0.0)
@@ -217,7 +201,6 @@ def test_ddp(group, order, torchs_products):
     assert len(onepass.unswap(ddp)) == 3
 
 
-@needs_gloo
 def test_fully_shard_after_the_swap_works_and_forbids_unswap(group, torchs_products):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -244,7 +227,6 @@ def test_fully_shard_after_the_swap_works_and_forbids_unswap(group, torchs_produ
     assert types(model) == before
 
 
-@needs_gloo
 def test_sharded_models_are_refused(group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -263,7 +245,6 @@ def test_sharded_models_are_refused(group):
     assert not report.swapped and reasons(report) == {"is sharded (FSDP); swap before sharding"}
 
 
-@needs_gloo
 def test_distributed_tensors_run_our_forward(group, monkeypatch):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
