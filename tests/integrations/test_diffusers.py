@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import _dispatch_log
+from tests.swap.reported import operators
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
@@ -67,9 +67,8 @@ def build(name):
 
 
 def attentions(model, batch) -> list[str]:
-    with _dispatch_log.record() as calls, torch.no_grad():
-        model(**batch)
-    return [call["op"] for call in calls if call["op"] == "attention"]
+    with torch.no_grad():
+        return operators(lambda: model(**batch), "attention")
 
 
 @pytest.mark.parametrize("name", MODELS)

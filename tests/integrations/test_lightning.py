@@ -15,6 +15,7 @@ from torch import nn
 
 from onepass import _dispatch_log, numerics, optim
 from tests.optim.cases import FLAGS, ours, stock
+from tests.swap.reported import types as kinds
 
 pl = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not installed")
 
@@ -61,10 +62,6 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, **self.options)
-
-
-def kinds(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 DATA = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1))

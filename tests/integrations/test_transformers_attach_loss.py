@@ -25,6 +25,7 @@ from tests.swap.lazy_logits_cases import (
     transformers,
     waits,
 )
+from tests.swap.reported import types
 
 MODELS = ("GPT2", "Llama")
 TO = {False: "cross_entropy", True: "linear_cross_entropy"}
@@ -38,10 +39,6 @@ def every_call_gains(swapped_run_ours, monkeypatch):
 
 def losses_of(report: models.Attachment) -> list[dict[str, str]]:
     return [entry for entry in report.attached if entry["kind"] == "loss"]
-
-
-def types(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 # ---- the loss ------------------------------------------------------------------------------------
@@ -83,9 +80,6 @@ def test_verify_compares_with_the_loss_from_before(monkeypatch):
     integration.detach(model)
     with pytest.raises(RuntimeError, match="verify: model must be attached still"):
         report.verify(batch)
-
-
-# ---- everything but training ---------------------------------------------------------------------
 
 
 def test_a_pickled_model_loads_in_another_process(tmp_path):

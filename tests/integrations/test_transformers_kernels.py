@@ -20,9 +20,11 @@ import torch
 from torch import nn
 
 from onepass import _dispatch_log, numerics
-from onepass._policy import products, small_calls
+from onepass._policy import small_calls
 from tests.integrations.transformers_cases import transformers
 from tests.support import fresh
+from tests.swap.linear_calls import SLOW, set_facts
+from tests.swap.reported import operators as ops
 
 pytest.importorskip("transformers", reason="its layers are replaced")
 
@@ -45,12 +47,6 @@ WITHOUT = {
 installed = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the package kernels is not installed"
 )
-
-
-def ops(run) -> list[str]:
-    with _dispatch_log.record() as calls:
-        run()
-    return [call["op"] for call in calls]
 
 
 def norm_of(name: str) -> nn.Module:
@@ -197,8 +193,7 @@ def test_gated_blocks(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_layers(dtype, monkeypatch):
-    slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
-    monkeypatch.setattr(products, "facts", lambda: slow)
+    set_facts(monkeypatch, SLOW)
     layer = nn.Linear(24, 16, dtype=dtype)
     forward = MethodType(kernels.Linear.forward, layer)
     x = torch.randn(50, 24, dtype=dtype)

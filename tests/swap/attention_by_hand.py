@@ -93,20 +93,6 @@ def one_key_head(q, k, v):
     return einsum("b h i j, b j d -> b h i d", sim.softmax(-1), v[:, 0])
 
 
-class Bart(Base):
-    def attend(self, q, k, v):
-        batch, heads, tokens, dim = q.shape
-        q, k, v = (x.reshape(batch * heads, tokens, dim) for x in (q, k, v))
-        weights = torch.bmm(q * dim**-0.5, k.transpose(1, 2))
-        mask = torch.zeros(batch, 1, tokens, tokens, dtype=q.dtype)
-        mask = mask.masked_fill(~self.causal[..., :tokens, :tokens], torch.finfo(q.dtype).min)
-        weights = weights.view(batch, heads, tokens, tokens) + mask
-        weights = weights.view(batch * heads, tokens, tokens)
-        weights = nn.functional.softmax(weights, dim=-1)
-        weights = nn.functional.dropout(weights, p=self.drop.p, training=self.training)
-        return torch.bmm(weights, v).view(batch, heads, tokens, dim)
-
-
 class Swin(Base):
     """The batch holds two windows of each image."""
 
@@ -232,7 +218,7 @@ class Partial(Base):
 
 
 TAKEN = [
-    Shortest, NanoGPT, T5, SoftmaxModule, Bart, Swin, Gemma2, Padded, Alibi, Annotated,
+    Shortest, NanoGPT, T5, SoftmaxModule, Swin, Gemma2, Padded, Alibi, Annotated,
     ValuesFirst, Partial,
     *map(by_hand, (einsum_of_tokens_first, one_key_head, frames, only_a_scale)),
 ]  # fmt: skip

@@ -75,11 +75,6 @@ class EpsOutside(Weighted):
         return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
 
 
-class EpsAsFloor(Weighted):
-    def forward(self, x):
-        return x * x.pow(2).mean(-1, keepdim=True).clamp_min(self.eps).rsqrt() * self.weight
-
-
 class OtherEps(Weighted):
     """Has an eps, but uses another one."""
 
@@ -98,12 +93,6 @@ class Unbiased(Weighted):
     def forward(self, x):
         centred = x - x.mean(-1, keepdim=True)
         return centred * torch.rsqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
-
-
-class WeightBefore(Weighted):
-    def forward(self, x):
-        x = x * self.weight
-        return x * self.rstd(x)
 
 
 class Clamped(Weighted):
@@ -204,11 +193,6 @@ class Uncopyable(Weighted):
     forward = RMS.forward
 
 
-class ReturnsTuple(Weighted):
-    def forward(self, x):
-        return x * self.rstd(x) * self.weight, x
-
-
 class InPlace(Weighted):
     def forward(self, x):
         return x.mul_(self.rstd(x)) * self.weight
@@ -225,11 +209,9 @@ ACCEPTED = {
 REFUSED = {  # the reason, and words of it
     RMSWithBias: (Reason.PROBE, "is an RMS norm with a bias"),
     EpsOutside: (Reason.PROBE, "differs from rms_norm for small inputs in float32"),
-    EpsAsFloor: (Reason.PROBE, "differs from rms_norm for small inputs in float32"),
     OtherEps: (Reason.PROBE, "differs from rms_norm for unit inputs in float32"),
     Max: (Reason.PROBE, "is no RMS or layer norm"),
     Unbiased: (Reason.PROBE, "is no RMS or layer norm"),
-    WeightBefore: (Reason.PROBE, "is no RMS or layer norm"),
     Clamped: (Reason.PROBE, "differs from rms_norm for large inputs in float32"),
     OverBatch: (Reason.PROBE, "is no RMS or layer norm"),
     Detached: (Reason.PROBE, "for unit inputs in float32: gradient of the input"),
@@ -243,6 +225,5 @@ REFUSED = {  # the reason, and words of it
     AnyArguments: (Reason.ARGUMENTS, "(*args)"),
     TwoWeightsNorm: (Reason.PARAMETERS, "2 parameters (weight, gain)"),
     Uncopyable: (Reason.PROBE, "cannot be copied"),
-    ReturnsTuple: (Reason.PROBE, "returns tuple for an input of shape"),
     InPlace: (Reason.PROBE, "fails on a 2-D float32 input"),
 }

@@ -306,7 +306,6 @@ IMAGE = (3, COLS, 4, 5)
 MODULES = {
     "LayerNorm": Odd(lambda: nn.LayerNorm(COLS), ROWS),
     "LayerNorm of two dimensions": Odd(lambda: nn.LayerNorm(ROWS[1:]), ROWS),
-    "LayerNorm without bias": Odd(lambda: nn.LayerNorm(COLS, bias=False), ROWS),
     "LayerNorm without weight": Odd(lambda: nn.LayerNorm(5, elementwise_affine=False), IMAGE),
     "RMSNorm": Odd(lambda: nn.RMSNorm(COLS), ROWS),
     "RMSNorm of two dimensions": Odd(lambda: nn.RMSNorm(ROWS[1:], eps=1e-3), ROWS),
@@ -330,9 +329,7 @@ MODULES = {
     "Dropout": Odd(lambda: nn.Dropout(0.5), IMAGE),
     "Dropout of all": Odd(lambda: nn.Dropout(1.0), IMAGE),
     "Dropout in place": Odd(lambda: nn.Dropout(0.5, inplace=True), ROWS),
-    "Dropout of all in place": Odd(lambda: nn.Dropout(1.0, inplace=True), ROWS),
     "Linear": Odd(lambda: nn.Linear(COLS, 6), ROWS),
-    "Linear without bias": Odd(lambda: nn.Linear(COLS, 6, bias=False), ROWS),
     "Linear in bfloat16": Odd(lambda: nn.Linear(COLS, 6).bfloat16(), ROWS, torch.bfloat16),
     "F.linear": Odd(lambda: Plain(COLS), ROWS),
     "Conv1D": Odd(conv1d, (3, 4, 16)),

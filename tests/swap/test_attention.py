@@ -14,25 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import onepass
-from onepass import numerics
 from onepass.swapping import inputs
 from tests.swap.attention_by_hand import NanoGPT
 from tests.swap.foreign_attention import Base, Plain
+from tests.swap.linear_calls import Block
 from tests.swap.reported import attentions, names, operators, types
 
 X = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
-
-
-class Block(nn.Module):
-    """Holds attention and never calls it itself."""
-
-    def __init__(self, cls=Plain, **options):
-        super().__init__()
-        self.attention = cls(**options)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        return x + self.attention(self.norm(x))
 
 
 # ---- call sites ----------------------------------------------------------------------------------
@@ -61,9 +49,9 @@ class CallsBesideItsChild(Plain):
 
 
 def test_innermost_modules_are_swapped_and_containers_for_their_own_calls():
-    model = nn.Sequential(Block(), CallsBesideItsChild(), Plain())
+    model = nn.Sequential(Block(Plain()), CallsBesideItsChild(), Plain())
     report = onepass.swap(model, kinds="attention", exclude="2")
-    assert names(report.swapped) == {"0.attention", "1", "1.child"}
+    assert names(report.swapped) == {"0.inner", "1", "1.child"}
     found = [attentions(lambda module=module: module(X)) for module in model]
     assert found == [1, 2, 0] and attentions(lambda: model(X)) == 3
 
@@ -88,9 +76,6 @@ def test_what_onepass_does_not_compute_runs_torchs(torchs_products):
     assert torch.equal(model(X), expected) and not operators(lambda: model(X))
     assert any("CausalBias" in note and "512" in note for note in report.notes)
     assert any("microsecond" in note and "own forward" in note for note in report.notes)
-
-
-# ---- devices ------------------------------------------------------------------------------------
 
 
 def test_other_devices_run_torchs_attention(monkeypatch):
@@ -146,34 +131,3 @@ def test_dropout_of_attention_is_noted_where_there_is_any(make):
         return any("attention that drops weights" in note for note in notes)
 
     assert noted(0.1) and not noted(0.0)
-
-
-PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:enable_nested_tensor")
-@pytest.mark.parametrize("kinds", [("attention",), ("norm", "attention", "dropout")], ids=str)
-@pytest.mark.parametrize("mask", [None, PADDING], ids=["", "padded"])
-def test_inference_runs_the_swapped_modules(kinds, mask):
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
-    stock, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    x = torch.randn(2, 5, 16)
-    report = onepass.swap(model, kinds=kinds)
-    (note,) = (note for note in report.notes if note.startswith("layers.*: in inference too"))
-    assert "padding comes back as zeros" in note
-    with torch.no_grad():
-        found = operators(lambda: model(x, src_key_padding_mask=mask))
-        y, expected = (m(x, src_key_padding_mask=mask) for m in (model, stock))
-        ref = exact(x.double(), src_key_padding_mask=mask)
-    assert sum("attention" in name for name in found) == 2
-    assert sum("norm" in name for name in found) == (4 if "norm" in kinds else 0)
-    numerics.assert_close(y, ref, expected)
-    assert mask is None or (y[mask] == 0).all()
-
-
-def test_excluded_layers_are_named_as_bypassed():
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
-    notes = onepass.swap(model, exclude="layers.?").notes
-    assert any(note.startswith("layers.*: in eval mode without gradients") for note in notes)
-    onepass.unswap(model)
-    assert not any("without gradients" in note for note in onepass.swap(model).notes)

@@ -58,7 +58,7 @@ def test_left_alone(cls, monkeypatch):
     assert fate(ours).is_left is (cls not in cases.OF_ONE_CALL), fate(ours).reason
 
 
-DROPPING = (cases.NanoGPT, cases.T5, cases.SoftmaxModule, cases.Bart)
+DROPPING = (cases.NanoGPT, cases.T5, cases.SoftmaxModule)
 
 
 @pytest.mark.parametrize("cls", DROPPING)

@@ -189,17 +189,12 @@ def altered(make: Callable, change: Callable) -> Callable[[], nn.Module]:
 
 IN_TRANSFORMERS = {  # constructor arguments, and the reason, by module and class
     "mamba2.MambaRMSNormGated": ((COLS, 16), Reason.ARGUMENTS, "(hidden_states, gate=None)"),
-    "bamba.BambaRMSNormGated": ((COLS, 16), Reason.ARGUMENTS, "(hidden_states, gate=None)"),
-    "qwen3_next.Qwen3NextRMSNormGated": ((COLS,), Reason.ARGUMENTS, "(hidden_states, gate)"),
     "olmo.OlmoLayerNorm": ((COLS,), Reason.NO_WEIGHT),
-    "llama4.Llama4TextL2Norm": ((), Reason.NO_WEIGHT),
     "mobilebert.NoNorm": ((COLS,), Reason.NO_EPS),
     "cohere.CohereLayerNorm": (((2, COLS),), Reason.DIMENSIONS, "its weight"),
     "detr.DetrFrozenBatchNorm2d": ((COLS,), Reason.BUFFERS, "weight, bias, running_mean"),
-    "falcon_mamba.FalconMambaWeightlessRMSNorm": ((COLS,), Reason.BUFFERS, "weight"),
     "poolformer.PoolFormerGroupNorm": ((COLS,), Reason.GROUP_NORM),
     "squeezebert.SqueezeBertLayerNorm": ((COLS,), Reason.PROBE, "fails on a 2-D float32 input"),
-    "eomt.EomtLayerNorm2d": ((COLS,), Reason.PROBE, "fails on a 2-D float32 input"),
     "vitdet.VitDetLayerNorm": ((COLS,), Reason.PROBE, f"returns ({COLS}, 5, {COLS}) for an input"),
 }
 
@@ -222,6 +217,10 @@ def identity_for_norm(module: nn.Module) -> None:
 
 def hooked_norm(module: nn.Module) -> None:
     module.norm.register_forward_hook(lambda *_: None)
+
+
+def own_silu(module: nn.Module) -> None:
+    module.nonlinearity = OwnSiLU()
 
 
 def own_forward(module: nn.Module) -> None:
@@ -337,6 +336,10 @@ KEPT = {
     "diffusers: own resnet": Kept(
         altered(of_diffusers("resnet.ResnetBlock2D", **RESNET), own_forward), "norm",
         Reason.OWN_FORWARD,
+    ),
+    "diffusers: own silu": Kept(
+        altered(of_diffusers("resnet.ResnetBlock2D", **RESNET), own_silu), "norm",
+        Reason.GROUP_NORM, at="it.norm1",
     ),
     "diffusers: relu": Kept(
         of_diffusers("resnet.ResnetBlock2D", **RESNET, non_linearity="relu"), "norm",

@@ -249,9 +249,6 @@ def test_autocast_of_what_it_leaves_and_of_subclasses(dtype):
         assert torch.equal(swapped(torch.randn(3, 8)), torch.full((3, 6), 7.0))
 
 
-# ---- torch.func, forward mode --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transformed", ["vmap", "per sample"])
 def test_compiled_transforms_are_torchs(transformed):
     """When compiled, an autograd.Function under a transform would give no gradient, or raise."""
@@ -274,9 +271,6 @@ def test_compiled_transforms_are_torchs(transformed):
     torch._dynamo.reset()
     compiled = torch.compile(lambda: run(ours), backend="eager")
     torch.testing.assert_close(compiled(), run(stock))
-
-
-# ---- whole models --------------------------------------------------------------------------------
 
 
 def test_projections_of_multihead_attention():

@@ -252,32 +252,6 @@ def test_a_container_keeps_one_kind_for_what_it_holds_of_it():
     assert not count(lambda: model(x)) and attentions(lambda: model(x)) == 1
 
 
-# ---- inputs that are not onepass's ---------------------------------------------------------------
-
-
-def test_what_onepass_does_not_compute_runs_torchs():
-    class Restless(Base):
-        def forward(self, x):
-            nested = torch.nested.nested_tensor([x[:1], x], layout=torch.jagged)
-            return (
-                F.linear(nested, self.weight).values().sum()
-                + F.linear(x, self.weight[0]).sum()
-                + F.linear(x, self.weight.to_sparse()).sum()
-                + F.linear(x, self.weight, torch.ones(1)).sum()
-            )
-
-    model, x = Restless(), torch.randn(5, 16)
-    with torch.no_grad():
-        expected = model(x)
-        assert swap(model).swapped
-        with _dispatch_log.record() as calls:
-            assert torch.equal(model(x), expected)
-    assert not calls
-
-
-# ---- torch: transforms, checkpoints, graphs ------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_traced():
     model, x = Plain(), torch.randn(4, 16)

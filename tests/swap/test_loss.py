@@ -126,9 +126,6 @@ def test_small_calls_are_torchs(one_thread, monkeypatch):
     assert not count(lambda: criterion(torch.randn(8, 10)))
 
 
-# ---- the module ----------------------------------------------------------------------------------
-
-
 LOGITS, TARGET = torch.randn(4, 7), torch.tensor([0, 3, 6, 2])
 ODD = {
     "probabilities": ({}, LOGITS, LOGITS.softmax(-1)),

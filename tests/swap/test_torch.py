@@ -13,7 +13,7 @@ from torch import nn
 
 import onepass
 from tests.swap.foreign_norms import OnePlusRMS
-from tests.swap.reported import names, types
+from tests.swap.reported import names, operators, types
 
 pytestmark = pytest.mark.usefixtures("probed_once")
 
@@ -59,26 +59,33 @@ class PlainLayer(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("nested", [False, True], ids=["dense", "nested"])
 @pytest.mark.parametrize(
-    ("layer_cls", "options"),
+    ("layer_cls", "kinds", "options"),
     [
-        (nn.TransformerEncoderLayer, {}),
-        (nn.TransformerEncoderLayer, {"norm_first": True}),
-        (nn.TransformerEncoderLayer, {"activation": "gelu", "layer_norm_eps": 1e-3}),
-        (PlainLayer, {}),
+        (nn.TransformerEncoderLayer, None, {}),
+        (nn.TransformerEncoderLayer, "attention", {}),
+        (nn.TransformerEncoderLayer, None, {"norm_first": True}),
+        (nn.TransformerEncoderLayer, None, {"activation": "gelu", "layer_norm_eps": 1e-3}),
+        (PlainLayer, None, {}),
     ],
-    ids=["post-norm", "pre-norm", "gelu", "subclass"],
+    ids=["post-norm", "attention alone", "pre-norm", "gelu", "subclass"],
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:enable_nested_tensor")
 def test_encoder_in_eval_equals_stock_on_valid_rows(
-    layer_cls, options, nested, grad, slow_products
+    layer_cls, kinds, options, nested, grad, slow_products
 ):
     model = encoder(layer_cls, nested, **options).eval()
     stock = copy.deepcopy(model)
-    report = onepass.swap(model)
-    assert len(report.swapped) == (16 if layer_cls is PlainLayer else 18)
-    x = torch.randn(2, 5, 16)
+    report = onepass.swap(model, kinds=kinds)
+    x, is_plain = torch.randn(2, 5, 16), layer_cls is PlainLayer
+    if kinds is None:
+        assert len(report.swapped) == (16 if is_plain else 18)
+    noted = [note for note in report.notes if note.startswith("layers.*: in inference too")]
+    assert is_plain or "padding comes back as zeros" in noted[0]
     with torch.set_grad_enabled(grad):
         expected, y = (m(x, src_key_padding_mask=PADDING) for m in (stock, model))
+        found = operators(lambda: model(x, src_key_padding_mask=PADDING))
+    assert sum("attention" in name for name in found) == (0 if is_plain else 2)
+    assert is_plain or sum("norm" in name for name in found) == (4 if kinds is None else 0)
     torch.testing.assert_close(y[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
     if nested and not grad and not options.get("norm_first"):
         assert (y[PADDING] == 0).all() and (expected[PADDING] == 0).all()
@@ -106,6 +113,10 @@ def test_encoder_fast_path_is_reported():
     others = onepass.swap(encoder(PlainLayer), kinds="norm").notes
     assert not any("eval mode" in note for note in others)
     assert not onepass.swap(encoder(), include="nothing.*", kinds="norm").notes[1:]
+    notes = onepass.swap(model := encoder(), exclude="layers.?").notes
+    assert any(note.startswith("layers.*: in eval mode without gradients") for note in notes)
+    onepass.unswap(model)
+    assert not any("without gradients" in note for note in onepass.swap(model).notes)
 
 
 def test_jagged_nested_tensors_run_the_stock_forward():
