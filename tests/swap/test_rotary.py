@@ -51,27 +51,9 @@ def neighbours(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     return tuple(x.to(dtype) for x in found)
 
 
-def partly(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    width = cos.shape[-1]
-    return tuple(
-        torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]), -1)
-        for x in (q, k)
-    )
-
-
 def half_of_the_table(q, k, cos, sin):
     cos, sin = (x[:, None, :, : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
     return q * cos + rotate_pairs(q) * sin, k * cos + rotate_pairs(k) * sin
-
-
-def a_number_for_each_pair(q, k, cos, sin):
-    def rotated(x):
-        first, second = x.chunk(2, dim=-1)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        return torch.cat((first * c - second * s, second * c + first * s), -1)
-
-    return rotated(q), rotated(k)
 
 
 def set_apart(q, k, cos, sin, unsqueeze_dim=1):
@@ -122,21 +104,10 @@ class Neighbours(Attention):
         return scores(*neighbours(*self.heads(x), sin=sin, cos=cos))
 
 
-class Partly(Attention):
-    def forward(self, x, cos, sin):
-        return scores(*partly(*self.heads(x), cos[..., :10], sin[..., :10]))
-
-
 class HalfOfTheTable(Attention):
     @torch.enable_grad()
     def forward(self, x, cos, sin):
         return scores(*half_of_the_table(*self.heads(x), cos, sin))
-
-
-class ANumberForEachPair(Attention):
-    def forward(self, x, cos, sin):
-        cos, sin = (table[..., : HEAD_DIM // 2] for table in (cos, sin))
-        return scores(*a_number_for_each_pair(*self.heads(x), cos, sin))
 
 
 class SetApart(Attention):
@@ -165,9 +136,9 @@ class InOneClosure(Attention):
         return scores(*(one_at_a_time(heads, sin, cos) for heads in self.heads(x)))
 
 
+# Rotations of a part of the columns, and by a number for each pair, are in models of transformers.
 FOUND = (
-    Attention, Neighbours, Partly, HalfOfTheTable, ANumberForEachPair, SetApart, TokensFirst,
-    OtherDimension, InOneClosure,
+    Attention, Neighbours, HalfOfTheTable, SetApart, TokensFirst, OtherDimension, InOneClosure,
 )  # fmt: skip
 
 
