@@ -53,35 +53,24 @@ class SpatialDropout(nn.Dropout):
     """A subclass, whose kind of dropout is unknown."""
 
 
-class OwnNorm(nn.GroupNorm):
-    def forward(self, x):
-        return super().forward(x) * 2
+def own(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with a forward of its own."""
+
+    def forward(self, *args, **named):
+        return cls.forward(self, *args, **named)
+
+    return type(f"Own{cls.__name__}", (cls,), {"forward": forward})
 
 
-class OwnSiLU(nn.SiLU):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-class OwnSequential(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) + x
-
-
-class OwnLinear(nn.Linear):
-    def forward(self, x):
-        return x @ self.weight.T
+OwnMultihead, OwnNorm, OwnSiLU, OwnLinear, OwnSequential = map(
+    own, (nn.MultiheadAttention, nn.GroupNorm, nn.SiLU, nn.Linear, nn.Sequential)
+)
 
 
 class OwnAttention(foreign_attention.Base):
     def forward(self, x):
         q, k, v = self.split(x)
         return self.join((q @ k.mT) @ v)
-
-
-class OwnMultihead(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, x, need_weights=False)[0]
 
 
 class OwnBlock(nn.TransformerEncoderLayer):
@@ -224,8 +213,7 @@ def own_silu(module: nn.Module) -> None:
 
 
 def own_forward(module: nn.Module) -> None:
-    cls = type(module)
-    module.__class__ = type("Own", (cls,), {"forward": lambda self, *x: cls.forward(self, *x)})
+    module.__class__ = own(type(module))
 
 
 NORMALIZATION = "normalization."
