@@ -226,9 +226,11 @@ def layer_cases(decoder: bool) -> list[Case]:
     found = odd_tensors(("tgt", "memory") if decoder else ("src",), *makes)
     for of in ("tgt", "memory") if decoder else ("src",):
         shapes = {name: MASKS[name] for name in ("", "3-D", "too long", "1-D")}
-        found |= odd_masks(f"{of}_mask", shapes, *makes)
+        odd = {} if of == "memory" else MASK  # both go on in the same way
+        found |= odd_masks(f"{of}_mask", shapes, *makes, odd=odd)
         shapes = {name: PADDINGS[name] for name in ("", "turned", "1-D", "too long")}
-        found |= odd_masks(f"{of}_key_padding_mask", shapes, *makes)
+        odd = {} if of == "tgt" else MASK
+        found |= odd_masks(f"{of}_key_padding_mask", shapes, *makes, odd=odd)
     for name, value in itertools.product(flags, FLAGS):
         of = "src_mask" if name == "is_causal" else name.replace("is_causal", "mask")
         found[f"{name}={value!r}"] = given(*makes, **{name: value})

@@ -116,14 +116,14 @@ MODELS = {
     ),
     "layer": lambda: layer(batch_first=True),
     "norm first": lambda: layer(norm_first=True, activation="gelu"),
-    "encoder": lambda: nn.TransformerEncoder(layer(batch_first=True), 2),
+    "encoder": lambda: nn.TransformerEncoder(layer(batch_first=True), 1),
     "heads": Attends,
     "heads, batch first": lambda: Attends(batch_first=True),
     "weights": lambda: Attends(need_weights=True),
     "eager": Eager,
     "eager, fused": Fused,
     "paths": Paths,
-    "checkpointed": lambda: Checkpointed([layer(), layer()]),
+    "checkpointed": lambda: Checkpointed([layer()]),
     "recurrent": Recurrent,
 }
 
