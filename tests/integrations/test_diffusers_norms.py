@@ -110,6 +110,25 @@ def test_a_whole_model():
         assert norms(lambda: model(**batch)) == ["modulated_layer_norm"] * 4
 
 
+class Doubling(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, emb):
+        return self.block(x, emb)[0] * 2
+
+
+def test_traced_by_fx():
+    """A graph calls it as a whole, by its class's name as any other."""
+    module, named = make("AdaLayerNormZeroSingle")
+    model = Doubling(module)
+    onepass.swap(model, kinds=("norm",))
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["block"]
+    assert torch.equal(traced(**named), model(**named))
+
+
 @pytest.mark.parametrize("norm_type", ["layer_norm", "rms_norm"])
 def test_the_proof_computes_what_the_swap_will(monkeypatch, norm_type):
     name = f"modulated_{norm_type}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 
@@ -139,7 +140,7 @@ def test_models_in_wrappers():
     names = {entry["name"].rpartition("layer")[0] for entry in report.attached}
     assert names == {"0.inner.model.", "1.bert.encoder."}
     assert str(report).startswith("onepass: attached 4, 0 skipped")
-    assert "LlamaAttention" in report._repr_html_()
+    assert "LlamaAttention" in report._repr_html_() and str(copy.deepcopy(report)) == str(report)
     assert json.loads(json.dumps(report.to_dict()))["skipped"] == []
     assert integration.detach(model)[0] == "0.inner"
 

@@ -58,6 +58,22 @@ class NanoGPT(Base):
         return self.drop(att) @ v
 
 
+class OldGPT2(Base):
+    """With the softmax module of CodeGen, made in the call, and Perceiver's sizes of the scores."""
+
+    def attend(self, q, k, v):
+        weights = torch.matmul(q, k.transpose(-1, -2))
+        weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
+        least = weights.new_full((), torch.finfo(weights.dtype).min)
+        tokens = q.shape[-2]
+        causal = self.causal[..., :tokens, :tokens].expand_as(weights)
+        weights = torch.where(causal, weights.to(weights.dtype), least)
+        weights = weights + torch.zeros_like(weights)
+        weights = weights + self.causal[0, 0, 0, :tokens].type_as(weights)
+        weights = nn.Softmax(dim=-1)(weights).type(v.dtype)
+        return torch.matmul(self.drop(weights), v)
+
+
 class T5(Base):
     def __init__(self, p: float = 0.0):
         super().__init__(p)
@@ -218,7 +234,7 @@ class Partial(Base):
 
 
 TAKEN = [
-    Shortest, NanoGPT, T5, SoftmaxModule, Swin, Gemma2, Padded, Alibi, Annotated,
+    Shortest, NanoGPT, OldGPT2, T5, SoftmaxModule, Swin, Gemma2, Padded, Alibi, Annotated,
     ValuesFirst, Partial,
     *map(by_hand, (einsum_of_tokens_first, one_key_head, frames, only_a_scale)),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint as recompute
 
 
@@ -37,6 +38,11 @@ class Plain(Base):
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(*self.split(x), dropout_p=p, is_causal=is_causal)
         return self.join(y)
+
+
+class Alias(Base):
+    def forward(self, x):
+        return self.join(sdpa(*self.split(x)))
 
 
 def helper(q, k, v):
@@ -130,7 +136,7 @@ class Unflattened(Base):
 
 
 FOUND = [
-    Unflattened, Plain, Helper, Decorated, WithProcessor, ByKeyword,
+    Unflattened, Plain, Alias, Helper, Decorated, WithProcessor, ByKeyword,
 ]  # fmt: skip
 
 

@@ -111,8 +111,10 @@ def mha_calls(batched: tuple[int, ...], **named) -> dict[str, Callable]:
     found |= {f"{text}, causal": call for text, call in causal.items()}
     kinds = {"boolean": functools.partial(mask, BATCH, SEQ), "float": normal(BATCH, SEQ)}
     for text, padding in kinds.items():
-        both = dict(key_padding_mask=padding, attn_mask=functools.partial(mask, SEQ, SEQ))
-        found[f"both masks, {text}"] = given(*three, **both, **named)
+        others = {"boolean": lambda: mask(SEQ, SEQ), "float": normal(SEQ, SEQ)}
+        for other, attn_mask in others.items():
+            both = dict(key_padding_mask=padding, attn_mask=attn_mask)
+            found[f"both masks, {text} and {other}"] = given(*three, **both, **named)
     longer = normal(*(7 if size == SEQ else size for size in batched))
     found |= {
         "causal without mask": given(*three, is_causal=True, **named),

@@ -71,6 +71,7 @@ def test_a_part_without_a_weight_or_whose_weight_is_read_alone():
     model = nn.ModuleDict(dict(attention=nn.MultiheadAttention(8, 2), late=late))
     report = swap(model)
     assert not report.swapped and not report.skipped and not report.unknown
+    assert not onepass.swap(nn.LazyLinear(8)).swapped
 
 
 # ---- calls whose products torch computes as fast -------------------------------------------------

@@ -166,6 +166,46 @@ def test_unswap_is_seen_by_compiled_code():
     assert counter.frame_count == 2 and not calls
 
 
+class Calls(nn.Module):
+    def forward(self, x):
+        q, k, v = x.unflatten(-1, (2, 8)).transpose(1, 2), x.unsqueeze(1), x.unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q, k[..., :8], value=v[..., 8:])
+
+
+class AllKinds(Block):
+    def __init__(self):
+        super().__init__()
+        self.mha = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.calls = Calls()
+        self.rms = nn.RMSNorm(16)
+
+    def forward(self, x):
+        x = self.layer(super().forward(x))
+        x = self.rms(x + self.mha(x, x, value=x, need_weights=False)[0])
+        return self.calls(x)
+
+
+def test_symbolic_traces_call_what_was_swapped():
+    """torch.fx traces, as feature extractors and quantizers make them."""
+    model, x = AllKinds().eval(), torch.randn(2, 5, 16)
+    traced = torch.fx.symbolic_trace(model).graph  # of stock
+    expected = model(x)
+    onepass.swap(model)
+    with onepass._dispatch_log.record() as calls:
+        swapped = model(x)
+    graph_module = torch.fx.symbolic_trace(model)
+    called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
+    assert called >= {"norm", "foreign", "drop", "mha", "layer", "rms"}
+    assert called - {"foreign"} == {node.target for node in traced.nodes if "module" in node.op}
+    with onepass._dispatch_log.record() as traced_calls:
+        assert torch.equal(graph_module(x), swapped)
+    assert list(traced_calls) == list(calls)
+    torch.testing.assert_close(swapped, expected)
+    assert torch.equal(copy.deepcopy(graph_module)(x), swapped)
+    assert len(onepass.unswap(model)) == len(onepass.swap(model).swapped)
+
+
 def test_compiled_models_are_refused():
     model = nn.Sequential(nn.LayerNorm(8), nn.Sequential(nn.Dropout(0.1), OnePlusRMS(8)))
     before = types(model)
