@@ -101,6 +101,10 @@ MASKS = {
 }  # fmt: skip
 
 
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([*torch.randn(2, 3, EMBED)])
+
+
 def mha_calls(batched: tuple[int, ...], **named) -> dict[str, Callable]:
     x = normal(*batched)
     three = [x] * 3
@@ -120,7 +124,8 @@ def mha_calls(batched: tuple[int, ...], **named) -> dict[str, Callable]:
         "causal without mask": given(*three, is_causal=True, **named),
         "each head": given(*three, average_attn_weights=False, **named),
         "cross": given(x, longer, longer, **named),
-        "nested": given(*[lambda: torch.nested.nested_tensor([*torch.randn(2, 3, EMBED)])] * 3),
+        "nested": given(*[nested] * 3),
+        "nested, apart": given(*(functools.partial(nested) for _ in range(3))),
         "2-D": given(*[normal(SEQ, EMBED)] * 3, **named),
         "2-D, padding": given(*[normal(SEQ, EMBED)] * 3, key_padding_mask=lambda: mask(SEQ)),
         "2-D, 3-D mask": given(
