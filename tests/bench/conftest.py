@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from tests.bench.machines import program
+
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
@@ -15,14 +17,10 @@ def smi(tmp_path, monkeypatch):
     """
 
     def install(*lines: str, again: float | None = None):
-        said = "".join(f"echo '{line}'\n" for line in lines)
-        loop = f"while :; do\n{said}sleep {again}\ndone\n"
-        program = tmp_path / "nvidia-smi"
-        program.write_text(
-            f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n'
-            + (loop if again else f"{said}exec sleep 60\n")
-        )
-        program.chmod(0o755)
+        said = "\n".join(f"echo '{line}'" for line in lines)
+        loop = f"while :; do\n{said}\nsleep {again}\ndone"
+        then = loop if again else f"{said}\nexec sleep 60"
+        program(tmp_path / "nvidia-smi", f'echo "$@" > {tmp_path}/asked\n{then}')
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
         return tmp_path / "asked"
 

@@ -1,4 +1,5 @@
-"""A machine that is not here, as `make gpu-report` describes it, and the report's own modules."""
+"""A machine that is not here, as `make gpu-report` describes it, stand-ins for programs, and the
+report's own modules."""
 
 from __future__ import annotations
 
@@ -14,3 +15,11 @@ FACTS = {
     "commit": "0123456789ab",
 }  # fmt: skip
 TOOLS = {name: f"/usr/bin/{name}" for name in ("nvcc", "compute-sanitizer", "ncu")}
+
+
+def program(file: Path, text: str = "", by: str = "/bin/sh") -> Path:
+    """The file, which becomes a program of these lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!{by}\n{text}\n")
+    file.chmod(0o755)
+    return file

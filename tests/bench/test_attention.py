@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -17,7 +16,7 @@ from onepass.tools.bench import case as cases
 from onepass.tools.bench.case import Case, Row
 from onepass.tools.bench.families import attention
 from onepass.tools.ceilings import Ceilings
-from tests.bench.test_harness import run
+from tests.compare.cases import run_json
 
 LIMITS = Ceilings(2, 1 << 20, 10.0, 20.0, 100.0, 400.0)
 
@@ -149,12 +148,11 @@ def test_torch_has_the_packed_batch_padded(monkeypatch):
 
 # For every variant the case that has all of its parts.
 @pytest.mark.parametrize("glob", ["*/forward+backward", pytest.param("*", marks=pytest.mark.slow)])
-def test_quick_runs_every_case(monkeypatch, capsys, glob):
+def test_quick_runs_every_case(monkeypatch, glob):
     """On one thread, since threads that wait for a busy core would take most of the time."""
     monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
     words = ("--quick", "--threads", "1", "--case", f"attention/{glob}")
-    assert run("attention", *words, "--json", "-") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("bench", "attention", *words)
     names = [case.name for case in attention.cases(quick=True) if fnmatch(case.name, glob)]
     assert [row["name"] for row in result["rows"]] == names
     for row in result["rows"]:

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from onepass.tools import bench, harness, tables
+from onepass.tools import bench, harness
 from onepass.tools.bench import case as cases
 from onepass.tools.bench import report
 from onepass.tools.bench.goals import Goal, read_goals
+from tests.compare.cases import refusal, run_json
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "goals.json"
 SECTIONS = [("cpu", "avx2"), ("cpu", "avx512_bf16"), ("cuda", "")]
@@ -21,12 +21,6 @@ SECTIONS = [("cpu", "avx2"), ("cpu", "avx512_bf16"), ("cuda", "")]
 
 def all_cases(device: str, quick: bool = False) -> list[cases.Case]:
     return bench._cases(argparse.Namespace(families=["all"], quick=quick, device=device))
-
-
-def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.main(parser.parse_args(words))
 
 
 @pytest.mark.parametrize(("device", "level"), SECTIONS)
@@ -75,37 +69,22 @@ def test_the_table_shows_what_was_reached_and_has_no_column_without_goals(capsys
     assert "goal" not in capsys.readouterr().out
 
 
-def test_a_narrow_terminal_gets_every_cell_of_a_row_with_its_name(capsys, monkeypatch):
-    narrow = Console(width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(tables, "Console", lambda: narrow)
-    report.print_tables([row_of(Goal(1.9, 1.1, 1.2))] * 2)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 and lines.count(row_of(Goal()).case.name) == 2
-    cells = "; ".join(line.strip() for line in lines).split("; ")
-    for cell in ("ours us [p10-p90] 1000.0 [1000.0-1000.0]", "eager us 2000.0", "right 0.50"):
-        assert cells.count(cell) == 2
-    assert cells.count("goal 1.9x+ 1.1x? 120%-") == 2
-
-
-def test_measured_rows_have_their_goals(tmp_path, capsys):
+def test_measured_rows_have_their_goals(tmp_path):
     file, name = tmp_path / "goals.json", "dropout/dropout/float32/64x96/forward+backward"
-    words = ["dropout", "--quick", "--no-compile", "--case", name, "--json", "-"]
     file.write_text(json.dumps({"cpu": {name: {"eager": 1e9}}, "avx2": {}}))
-    assert run(*words, "--goals", str(file)) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["goal"]["against_eager"] == 1e9
-    assert run(*words) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert not any(row["goal"].values())
+    words = ("dropout", "--quick", "--no-compile", "--case", name)
+    for more, goals in ((("--goals", str(file)), [1e9]), ((), [])):
+        (row,) = run_json("bench", *words, *more)["rows"]
+        assert [goal for goal in row["goal"].values() if goal] == goals
 
 
 WRONG = [None, "{", "[]", "{}", '{"cpu": {"x": {"eagre": 2}}, "avx2": {}}']
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_file_that_holds_no_goals_is_refused_before_anything_is_measured(text, tmp_path, capsys):
+def test_a_file_that_holds_no_goals_is_refused_before_anything_is_measured(text, tmp_path):
     file = tmp_path / "goals.json"
     if text is not None:
         file.write_text(text)
-    assert run("dropout", "--quick", "--goals", str(file)) == 2
-    assert capsys.readouterr().err.startswith("bench: --goals must name a file of goals, got ")
+    told = refusal("bench", "dropout", "--quick", "--goals", str(file))
+    assert told.startswith("bench: --goals must name a file of goals, got ")

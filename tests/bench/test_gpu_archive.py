@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import random
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it is run as a script
-import gpu_archive
+from tests.bench import machines  # noqa: F401  (which finds the next)
+
+import gpu_archive  # isort: skip
 
 
 @pytest.fixture

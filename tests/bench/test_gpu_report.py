@@ -39,8 +39,13 @@ def with_steps(tmp_path, monkeypatch):
     return install
 
 
-def run(*words: str) -> int:
-    return gpu_report.main(["check", *words])
+def run(folder: Path, *words: str) -> int:
+    return gpu_report.main(["check", "--out", str(folder), *words])
+
+
+def names_in(archive: Path) -> set[str]:
+    with tarfile.open(archive / "gpu-report.tar.gz") as tar:
+        return set(tar.getnames())
 
 
 def test_without_a_device_it_says_so_and_exits_2(capsys, monkeypatch):
@@ -65,7 +70,7 @@ def test_main_writes_the_report(tmp_path, with_steps, capsys, code, expected):
     folder = tmp_path / "out" / H100
     folder.mkdir(parents=True)
     (folder / "bench-norm.json").write_text("of an earlier run")
-    assert run("--out", str(tmp_path / "out")) == expected
+    assert run(tmp_path / "out") == expected
     report = json.loads((folder / "report.json").read_text())
     found = {step["name"]: step["result"] for step in report["steps"]}
     assert found == {"build": "ok", "tests": "failed" if expected else "ok", "bench norm": "ok"}
@@ -84,28 +89,27 @@ def test_each_run_adds_to_those_before_it(tmp_path, with_steps, monkeypatch):
     for name in ("bench-norm", "bench-attention"):
         (folder / f"{name}.json").write_text('{"rows": []}')
     steps = lambda: json.loads((folder / "report.json").read_text())["steps"]  # noqa: E731
-    run("--out", str(tmp_path), "--only", "bench*", "*check *")
+    run(tmp_path, "--only", "bench*", "*check *")
     assert {step["name"] for step in steps()} == {"build", *names[2:]}
     assert not (folder / "bench-norm.json").exists()
     assert (folder / "bench-attention.json").exists()
     later = FACTS | {"commit": "fedcba987654"}
     monkeypatch.setattr(gpu_report, "find_all", lambda environment: (later, TOOLS))
     for _ in range(2):
-        run("--out", str(tmp_path), "--only", "device tests")
+        run(tmp_path, "--only", "device tests")
         commits = {step["name"]: step["commit"] for step in steps()}
         assert len(steps()) == 5 and commits["bench norm"] == FACTS["commit"]
         assert commits["build"] == commits["device tests"] == later["commit"]
         assert (folder / "logs" / "bench-norm.log").exists()
     monkeypatch.setattr(gpu_report, "find_all", lambda environment: (FACTS | {"cuda": "14"}, TOOLS))
-    run("--out", str(tmp_path), "--only", "bench norm")
+    run(tmp_path, "--only", "bench norm")
     assert {step["name"] for step in steps()} == {"build", "bench norm"}
 
 
 def test_a_wrong_name_costs_no_build(tmp_path, with_steps, monkeypatch, capsys):
     with_steps(python_step("build", ""), python_step("smoke norm", ""))
     monkeypatch.setattr(gpu_step.Runner, "execute", lambda *_: pytest.fail("a step runs"))
-    words = ["--out", str(tmp_path), "--only", "smoke*", "device-tests", "profiles"]
-    assert run(*words) == 2
+    assert run(tmp_path, "--only", "smoke*", "device-tests", "profiles") == 2
     said = capsys.readouterr().err
     assert "no step is named device-tests, profiles; steps are: 'build', 'smoke norm'" in said
     assert gpu_report.main(["mesure"]) == 2
@@ -116,29 +120,27 @@ def test_a_wrong_name_costs_no_build(tmp_path, with_steps, monkeypatch, capsys):
 def test_the_archive_alone_in_a_folder(tmp_path, with_steps):
     with_steps(python_step("build", ""))
     carried = tmp_path / "carried"
-    assert run("--out", str(tmp_path / "out"), "--archive", str(carried)) == 0
+    assert run(tmp_path / "out", "--archive", str(carried)) == 0
     assert [file.name for file in carried.iterdir()] == ["gpu-report.tar.gz"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == [H100]
-    with tarfile.open(carried / "gpu-report.tar.gz") as archive:
-        names = {"report.json", "table.md", "logs/build.log"}
-        assert {f"{H100}/{name}" for name in names} == set(archive.getnames())
+    names = {"report.json", "table.md", "logs/build.log"}
+    assert names_in(carried) == {f"{H100}/{name}" for name in names}
 
 
-@pytest.mark.parametrize("when", ["before", "while"])
-def test_what_cannot_be_written_is_no_success(tmp_path, with_steps, capsys, when):
-    folder = tmp_path / "out" / H100
-    blocked = folder / "table.md" if when == "before" else folder / "report.json"
-    make = f"import os; os.makedirs({str(blocked)!r})"  # a folder in the place of the file
-    with_steps(python_step("build", make))
-    if when == "before":
+@pytest.mark.parametrize("name", ["table.md", "report.json"])
+def test_what_cannot_be_written_is_no_success(tmp_path, with_steps, capsys, name):
+    """A folder is in the place of a file: before the steps, or since one of them."""
+    blocked, is_late = tmp_path / "out" / H100 / name, name == "report.json"
+    with_steps(python_step("build", f"import os; os.makedirs({str(blocked)!r})" * is_late))
+    if not is_late:
         blocked.mkdir(parents=True)
-    code = run("--out", str(tmp_path / "out"))
+    code = run(tmp_path / "out")
     output, errors = capsys.readouterr()
-    if when == "before":
-        assert (code, output) == (2, "") and "gpu-report: --out must be writable: Is a" in errors
-    else:
+    if is_late:
         assert code == 1 and "| build | ok |" in output
         assert "gpu-report: report.json could not be written: " in errors
+    else:
+        assert (code, output) == (2, "") and "gpu-report: --out must be writable: Is a" in errors
 
 
 def test_the_report_is_written_after_each_step(tmp_path):
@@ -167,9 +169,8 @@ def test_figures_in_an_unknown_form_cost_the_table_alone(tmp_path, capsys):
     table, written = gpu_report.write(folder, FACTS, 0.0, [], records, tmp_path)
     assert not written and "There is no table: KeyError('ceilings')" in table
     assert "there is no table: KeyError('ceilings')" in capsys.readouterr().err
-    with tarfile.open(tmp_path / "gpu-report.tar.gz") as archive:
-        names = {"bench-norm.json", "report.json", "table.md"}
-        assert {f"device/{name}" for name in names} == set(archive.getnames())
+    names = {"bench-norm.json", "report.json", "table.md"}
+    assert names_in(tmp_path) == {f"device/{name}" for name in names}
 
 
 # ---- a rehearsal ---------------------------------------------------------------------------------

@@ -37,8 +37,10 @@ def ends(pid: int) -> bool:
     return False
 
 
-def execute(steps, budget: float, logs: Path, say=lambda line: None, **options) -> list[dict]:
-    return gpu_step.Runner(logs, say=say, **options).execute(steps, budget)
+def execute(
+    steps, folder: Path, say=lambda line: None, budget: float = 60.0, at_once: int = 1, **options
+) -> list[dict]:
+    return gpu_step.Runner(folder / "log", say=say, **options).execute(steps, budget, at_once)
 
 
 def test_a_step_that_fails_takes_no_other_with_it(tmp_path):
@@ -50,15 +52,14 @@ def test_a_step_that_fails_takes_no_other_with_it(tmp_path):
         gpu_step.Step("fourth", 0.1, 5.0, lambda seconds: ["no-such-program"]),
     ]
     steps[0].environment["FLAG"] = "on"
-    records = execute(steps, 60.0, tmp_path / "log", said.append)
+    records = execute(steps, tmp_path, said.append)
     assert results_of(records) == ["ok", "failed", "ok", "failed"]
     assert records[1]["detail"] == "exit code 3" and "    so it goes" in said
     assert records[3]["detail"] == "exit code 127"
     assert json.loads(json.dumps(records)) == records
     logs = {file.stem: file.read_text() for file in (tmp_path / "log").iterdir()}
-    assert (
-        "hello on" in logs["first"] and "so it goes" in logs["second"] and "there" in logs["third"]
-    )
+    said = {"first": "hello on", "second": "so it goes", "third": "there"}
+    assert all(text in logs[name] for name, text in said.items())
 
 
 def test_a_step_starts_without_code_of_this_process(tmp_path):
@@ -71,7 +72,7 @@ def test_a_step_starts_without_code_of_this_process(tmp_path):
                 os._exit(77)
 
     kept.held = Held()
-    records = execute([python_step(name, "") for name in ("build", "next")], 60.0, tmp_path / "log")
+    records = execute([python_step(name, "") for name in ("build", "next")], tmp_path)
     assert results_of(records) == ["ok", "ok"], records
 
 
@@ -80,7 +81,7 @@ def test_results_in_an_unknown_form_cost_one_step(tmp_path):
         raise KeyError("verdict")
 
     steps = [python_step("build", ""), python_step("odd", "", judge=judge), python_step("next", "")]
-    records = execute(steps, 60.0, tmp_path / "log")
+    records = execute(steps, tmp_path)
     assert results_of(records) == ["ok", "failed", "ok"]
     assert records[1]["detail"] == "exit code 0; its results could not be read: KeyError('verdict')"
 
@@ -103,14 +104,14 @@ def test_figures_are_printed_while_their_step_runs(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute([python_step("bench", code)], 60.0, tmp_path / "log", say)
+        execute([python_step("bench", code)], tmp_path, say)
     assert said == ["    one: 1 us", "    two: 2 us"]
     assert "no figure" in (tmp_path / "log" / "bench.log").read_text()
 
 
 def test_nothing_runs_after_a_build_that_failed(tmp_path):
     steps = [python_step("build", "raise SystemExit(1)"), python_step("next", "")]
-    records = execute(steps, 60.0, tmp_path / "log")
+    records = execute(steps, tmp_path)
     assert results_of(records) == ["failed", "left out"]
     assert records[1]["detail"] == "nothing was built"
 
@@ -125,7 +126,7 @@ def test_a_step_gets_no_more_than_its_limit_and_ends_with_its_children(tmp_path)
     )
     start = time.monotonic()
     step = python_step("sleeps", code, limit=4.0)
-    records = execute([step], 60.0, tmp_path / "log")
+    records = execute([step], tmp_path)
     assert time.monotonic() - start < 30
     assert results_of(records) == ["failed"]
     assert records[0]["detail"] == "did not end within 4 s"
@@ -145,7 +146,7 @@ def test_tests_that_do_not_end_tell_what_they_found(tmp_path, monkeypatch, handl
     step = gpu_step.Step("tests", 0.1, 8.0, lambda seconds: words)
     before = signal.signal(signal.SIGINT, handler)  # in the background of a shell it is ignored
     try:
-        execute([step], 60.0, tmp_path / "log")
+        execute([step], tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
     log = (tmp_path / "log" / "tests.log").read_text()
@@ -184,7 +185,7 @@ def test_what_does_not_fit_the_budget_is_named(tmp_path):
         python_step("sleeps", "import time; time.sleep(60)"),
         python_step("long", "", least=50.0, limit=60.0),
     ]
-    records = execute(steps, 3.0, tmp_path / "log")
+    records = execute(steps, tmp_path, budget=3.0)
     assert results_of(records) == ["ok", "left out", "left out"]
     assert records[1]["detail"].startswith("did not end within ")
     assert records[2]["detail"].endswith(" s of the budget were left")
@@ -205,10 +206,7 @@ def test_steps_run_together_after_the_build(tmp_path):
         python_step("two", code.format(own=two, other=one, more=0)),
     ]
     counts: list[int] = []
-    runner = gpu_step.Runner(
-        tmp_path / "log", say=lambda line: None, keep=lambda found: counts.append(len(found))
-    )
-    records = runner.execute(steps, 60.0, at_once=2)
+    records = execute(steps, tmp_path, at_once=2, keep=lambda found: counts.append(len(found)))
     assert [record["name"] for record in records] == ["build", "two", "one"]
     assert results_of(records) == ["ok"] * 3 and counts == [1, 2, 3]
 
@@ -223,7 +221,7 @@ def test_a_step_that_did_not_end_tells_what_it_found(tmp_path):
     steps = [python_step("build", "")]
     sleeps = "print({!r}, flush=True); __import__('time').sleep(60)"
     steps += [python_step(word, sleeps.format(word), judge=judge) for word in ("good", "bad")]
-    runner = gpu_step.Runner(tmp_path / "log", say=lambda line: None)
-    records = {record["name"]: record for record in runner.execute(steps, 3.0, at_once=2)}
+    records = execute(steps, tmp_path, budget=3.0, at_once=2)
+    records = {record["name"]: record for record in records}
     assert (records["good"]["result"], records["bad"]["result"]) == ("left out", "failed")
     assert records["bad"]["detail"].endswith("s; 3 passed, 1 failed")

@@ -6,16 +6,14 @@ import dataclasses
 import json
 import shutil
 import struct
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as where it is run as a script
-import gpu_sweep
-
 from onepass.tools.sensors import Load
+from tests.bench import machines
 from tests.support import compiled
+
+import gpu_sweep  # isort: skip
 
 CASE = gpu_sweep.CASES[0]
 FIRST, SECOND, THIRD = CASE.candidates[:3]
@@ -85,15 +83,13 @@ def program(tmp_path, monkeypatch):
     """Makes a program that prints these times and leaves these values."""
 
     def make(name: str, times: tuple[float, float], *values: float, code: int = 0):
-        file = tmp_path / name
         (tmp_path / f"{name}.data").write_bytes(words_of(*values))
         lines = "".join(
             f"echo 'figure sweep, {CASE.name}{kind}, '$1': {us} us, 1.0 TFLOP/s'\n"
             for kind, us in zip(("", " causal"), times, strict=True)
         )
-        file.write_text(f"#!/bin/sh\n{lines}cp {tmp_path}/{name}.data $2\nexit {code}\n")
-        file.chmod(0o755)
-        return file, ""
+        text = f"{lines}cp {tmp_path}/{name}.data $2\nexit {code}"
+        return machines.program(tmp_path / name, text), ""
 
     monkeypatch.setattr(gpu_sweep, "SECONDS", 1)
     return make
@@ -108,23 +104,17 @@ def test_the_best_of_a_case_and_the_line_to_change(program):
         program("third", (70.0, 90.0), 1.0, -0.5),
     ]
     row = gpu_sweep.run_case(case, programs, said.append, Sensors())
-    assert row["microseconds"][SECOND] == {"forward 64": 80.0, "forward 64 causal": 55.0}
-    assert (
-        said[1]
-        == f"figure sweep, forward 64 causal, {FIRST}: 60.0 us, 1.0 TFLOP/s, 1970 MHz, 650 W"
-    )
+    names = ("forward 64", "forward 64 causal")
+    assert row["microseconds"][SECOND] == dict(zip(names, (80.0, 55.0), strict=True))
     assert row["load"][SECOND] == {
-        name: {"sm_mhz": mhz, "watts": 650.0}
-        for name, mhz in (("forward 64", 1960), ("forward 64 causal", 1950))
+        name: {"sm_mhz": mhz, "watts": 650.0} for name, mhz in zip(names, (1960, 1950), strict=True)
     }
-    assert len(said) == 6 and not row["left_out"]
+    assert said[1].startswith(f"figure sweep, {names[1]}, {FIRST}: 60.0 us, ")
+    assert len(said) == 6 and not row["left_out"] and json.dumps(row)
     line = f"if (bucket == 64 && !terms) return {SECOND};"
-    assert gpu_sweep.summary(case, row).endswith(
-        f"best with, in csrc/cuda/attention/table.h: {line}"
-    )
+    assert gpu_sweep.summary(case, row).endswith(f"csrc/cuda/attention/table.h: {line}")
     row["microseconds"][FIRST] = {"forward 64": 1.0}
     assert gpu_sweep.summary(case, row).endswith("the table's own is best")
-    json.dumps(row)
 
 
 def test_what_is_wrong_or_fails_is_left_out(program, tmp_path):

@@ -16,9 +16,9 @@ import torch
 
 from onepass.tools import bench, harness, machine
 from onepass.tools.bench import case as cases
-from onepass.tools.bench import report
 from onepass.tools.bench.families import dropout, gate, group_norm, loss, norm, rotary
-from onepass.tools.ceilings import Ceilings, ceilings
+from onepass.tools.ceilings import ceilings
+from tests.compare.cases import refusal, run_json
 from tests.support import fresh
 
 
@@ -196,37 +196,26 @@ def test_other_load_is_what_others_use():
     assert load.cores() > alone
 
 
-def test_a_busy_machine_is_named(capsys):
-    limits = Ceilings(2, 1 << 20, 10.0, 20.0, None, None)
-    facts = {"recycled_memory": True, "machine": {}, "failed": {}, "left_out": []}
-    for load, is_quiet in ((0.7, False), (0.01, True)):
-        result = facts | {"other_load": load, "command": "onepass bench"}
-        report.print_doubts(result, [])
-        doubts = capsys.readouterr().out
-        assert doubts.startswith("NOT A QUIET MACHINE: 0.70") or (is_quiet and not doubts)
-        report.print_footer(result, limits)
-        said = capsys.readouterr().out
-        assert (f"other load: {load:.2f} cores" in said) is is_quiet and "not measured" in said
-
-
 def test_what_is_not_to_be_trusted_comes_first(monkeypatch, capsys):
+    """Small shapes, a busy machine, and a wrong result."""
     good = norm.OPERATORS["rms_norm"]
     wrong = cases.Operator(lambda x, w: (x * 2,), good.stock, good.formula, good.base)
     monkeypatch.setitem(norm.OPERATORS, "rms_norm", wrong)
-    monkeypatch.setattr(machine.OtherLoad, "cores", lambda self: 0.7)
-    assert run("norm", "--quick", "--case", "norm/rms_norm/float32/64x96/forward") == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("--quick: small shapes and few rounds, a smoke run.")
-    assert lines[1].startswith("NOT A QUIET MACHINE: 0.70 cores were busy")
-    assert lines[2].startswith("WRONG: norm/rms_norm/float32/64x96/forward")
-    assert next(i for i, line in enumerate(lines) if "eager us" in line) > 2
+    for load, doubts in ((0.7, ["--quick", "NOT A QUIET", "WRONG: norm"]),
+                         (0.01, ["--quick", "WRONG: norm"])):  # fmt: skip
+        monkeypatch.setattr(machine.OtherLoad, "cores", lambda self, load=load: load)
+        words = ("--quick", "--no-compile", "--case", "norm/rms_norm/float32/64x96/forward")
+        assert run("norm", *words) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert not any("eager us" in line for line in lines[: len(doubts)])
+        assert all(map(str.startswith, lines, doubts))
+        assert any(f"other load: {load:.2f} cores" in line for line in lines) == (load < 0.1)
 
 
-def test_quick_begins_no_case_after_its_seconds_of_a_family(monkeypatch, capsys):
+def test_quick_begins_no_case_after_its_seconds_of_a_family(monkeypatch):
     monkeypatch.setattr(bench, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(torch, "compile", None)  # would raise
-    assert run("norm", "dropout", "--quick", "--case", "*/forward", "--json", "-") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("bench", "norm", "dropout", "--quick", "--case", "*/forward")
     families = [row["name"].partition("/")[0] for row in result["rows"]]
     assert sorted(families) == ["dropout", "norm"] and result["left_out"] and result["quick"]
 
@@ -317,7 +306,7 @@ def test_cold_cases_never_take_the_same_tensors_twice_running(monkeypatch):
             assert len(set(window)) == len(window)
 
 
-def test_torch_compile_that_fails_is_reported(monkeypatch, capsys):
+def test_torch_compile_that_fails_is_reported(monkeypatch):
     def broken(*_):
         raise RuntimeError("no compiler found\nand much more")
 
@@ -348,11 +337,10 @@ def test_command_prints_and_writes_the_same_rows(tmp_path, capsys):
     assert result["ceilings"]["copy_gbps"] > 0
 
 
-def test_threads_are_set_and_put_back_and_json_on_stdout_is_all_there_is(capsys):
+def test_threads_are_set_and_put_back_and_json_on_stdout_is_all_there_is():
     before = torch.get_num_threads()
-    args = "--quick", "--no-compile", "--case", "norm/rms_norm/*/no grad", "--json", "-"
-    assert run(*args, "--threads", "1") == 0
-    result = json.loads(capsys.readouterr().out)
+    words = ("--quick", "--no-compile", "--case", "norm/rms_norm/*/no grad", "--threads", "1")
+    result = run_json("bench", *words)
     assert result["machine"]["threads"] == 1 and torch.get_num_threads() == before
     assert {row["name"].split("/")[1] for row in result["rows"]} == {"rms_norm"}
 
@@ -374,10 +362,9 @@ def test_a_case_that_raises_takes_no_other_with_it(monkeypatch, capsys, tmp_path
     assert "FAILED: norm/rms_norm/float32/64x96/forward: RuntimeError" in capsys.readouterr().out
 
 
-def test_no_case_begins_after_the_limit(capsys):
+def test_no_case_begins_after_the_limit():
     words = "--quick", "--no-compile", "--case", "norm/*/float32/64x96/forward"
-    assert run(*words, "--limit", "1e-9", "--json", "-") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("bench", *words, "--limit", "1e-9")
     assert result["rows"] == [] and len(result["left_out"]) == len(norm.OPERATORS)
 
 
@@ -394,14 +381,11 @@ def test_no_case_begins_after_the_limit(capsys):
         (("--quick", "--plot", "no/such/folder/x.png"), "--plot must name a file to write"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_two(words, message, capsys):
-    assert run(*words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"bench: {message}") and captured.err.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_two(words, message):
+    assert refusal("bench", *words).startswith(f"bench: {message}")
 
 
-def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
+def test_ctrl_c_keeps_what_was_measured(monkeypatch):
     whole = cases.measure
 
     def measure(case, **options):
@@ -411,10 +395,8 @@ def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
 
     monkeypatch.setattr(cases, "measure", measure)
     words = ("norm", "--quick", "--no-compile", "--case", "norm/rms_norm/float32/4x8/*")
-    assert run(*words, "--json", "-") == 130
-    result = json.loads(capsys.readouterr().out)
-    assert [row["name"].rpartition("/")[2] for row in result["rows"]] == ["no grad"]
-    assert [name.rpartition("/")[2] for name in result["left_out"]] == [
-        "forward under grad",
-        "forward+backward",
-    ]
+    result = run_json("bench", *words, code=130)
+    phases = [[name.rpartition("/")[2] for name in names] for names in (
+        (row["name"] for row in result["rows"]), result["left_out"]
+    )]  # fmt: skip
+    assert phases == [["no grad"], ["forward under grad", "forward+backward"]]

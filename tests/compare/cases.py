@@ -1,10 +1,11 @@
-"""Settings, tokens and a clock for tests of single pieces of a run."""
+"""Settings, tokens, a clock, and commands in this process, for tests of the tools."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
+import json
 import sys
 
 import pytest
@@ -33,15 +34,29 @@ def peaks_of_a_byte(names, *_, **__) -> dict[str, int]:
     return dict.fromkeys(names, 1)
 
 
-def run_here(*words: str) -> tuple[str, str]:
+def run_here(*words: str, code: int = 0, peaks=peaks_of_a_byte) -> tuple[str, str]:
     """What a command prints, and what it says on standard error."""
     printed, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(memory, "peaks_of_steps", peaks_of_a_byte)
+        patch.setattr(memory, "peaks_of_steps", peaks)
         patch.setattr(sys, "stderr", told)
         patch.delenv("COLUMNS", raising=False)
-        assert cli.main(list(words)) == 0, told.getvalue()
+        assert cli.main(list(words)) == code, told.getvalue()
     return printed.getvalue(), told.getvalue()
+
+
+def run_json(command: str, *flags: str, **options) -> dict:
+    """What a command prints with --json; on standard error it tells its progress alone."""
+    printed, told = run_here(command, *flags, "--json", "-", **options)
+    assert all(line.startswith(f"{command}: ") for line in told.splitlines())
+    return json.loads(printed)
+
+
+def refusal(command: str, *flags: str) -> str:
+    """What a command says in one line, with exit code 2, before it prints anything."""
+    printed, told = run_here(command, *flags, code=2)
+    assert printed == "" and told.count("\n") == 1 and told.startswith(f"{command}: "), told
+    return told
 
 
 class FakeClock:

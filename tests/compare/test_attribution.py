@@ -17,8 +17,9 @@ from onepass.tools.compare.attribution import PARTS, Timeline, by_part, part_of_
 from onepass.tools.errors import BadInput
 from onepass.tools.model import GPT, Sizes
 from tests.compare.cases import TINY, FakeClock, settings_of, tokens
-from tests.compare.test_pieces import one_thread  # noqa: F401
 from tests.swap import attention_by_hand
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Slow(torch.autograd.Function):

@@ -18,7 +18,6 @@ from tests.support import pictures
 
 PICTURES = [  # characters of the model's name, and the variants
     (10, dict(dropouts=(None,))),
-    (90, dict()),
     (400, dict(alike=ALIKE)),
 ]
 
@@ -46,38 +45,17 @@ def test_a_line_is_broken_between_words_and_before_no_percent_sign():
         assert whole == f"16%{name_of(200)}ofit,14%$x_1$"
 
 
-def printed(width: int, alike=ALIKE, **options) -> list[str]:
-    """The lines of a run with every variant in a terminal of this width."""
-    file = io.StringIO()
-    console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    result = result_of("user.models:make", alike=alike, **options)
-    result.show(console)
-    return file.getvalue().splitlines()
-
-
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 def test_a_terminal_of_any_width_gets_every_figure(width):
-    lines = printed(width)
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    result_of("user.models:make", alike=ALIKE).show(console)
+    lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     flat = " ".join(" ".join(lines).split())
     assert "…" not in flat
     for figure in "239.2 [231.8-246.6];2.71 [2.71-2.71];99.0;199.0;1.0e-04;3.0e-04".split(";"):
         assert figure in flat, figure
-
-
-def test_a_narrow_terminal_gets_paragraphs_with_the_names_of_columns():
-    lines = printed(80)
-    start = lines.index("dropout 0.1, compiled swapped")
-    paragraph = "; ".join(line.strip() for line in lines[start + 1 : start + 4]).split("; ")
-    names = [words.rpartition(" ")[0] for words in paragraph[2:5]]
-    assert names == ["items/s", "saved MiB", "peak MiB"]
-    assert any("part" in line and "backward" in line for line in lines)  # this table fits
-
-
-def test_medium_precision_is_explained_where_it_was_measured():
-    named = "medium precision: products of float32 in bfloat16, as the user allows by"
-    assert any(named in line for line in printed(160, alike=("{}", "{}, medium precision")))
-    assert not any(named in line for line in printed(160))
 
 
 def test_small_losses_are_no_negative_zeros():

@@ -11,22 +11,7 @@ import onepass
 from onepass.tools.compare import optimizers, train
 from onepass.tools.compare.optimizers import Choice
 from onepass.tools.compare.workload import GptWorkload
-from onepass.tools.data import load_text
-from onepass.tools.model import Sizes
-from tests.compare.cases import settings_of
-
-TINY = Sizes(layers=2, heads=2, width=16, block=16, batch=2)
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(bytes(range(256)) * 40)
-    return load_text([str(path)])
-
-
-def names(choices):
-    return [choice.name for choice in choices]
+from tests.compare.cases import TINY, settings_of
 
 
 def workload_of(model, batch, *flags):
@@ -39,30 +24,29 @@ def workload_of(model, batch, *flags):
     ), settings  # fmt: skip
 
 
-def test_masters_cast_a_float32_model_and_keep_a_16_bit_one():
-    workload, settings = workload_of(
-        nn.Linear(4, 4), torch.randn(2, 4), "--state-dtype", "bfloat16"
-    )
-    (*_, alone), _ = optimizers.choose(settings, workload)  # small moments leave the parameters
-    assert (alone.name, alone.dtype, alone.is_plain) == ("onepass, bfloat16 moments", None, False)
-    flags = ("--master", "none", "remainder16", "--state-dtype", "int8")
-    workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), *flags)
+NONE, REMAINDER = (
+    "onepass{}, master none, int8 moments",
+    "onepass{}, master remainder16, int8 moments",
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "names", "cast"),
+    [
+        (torch.float32, ["bfloat16"], ["onepass, bfloat16 moments"], None),  # parameters stay
+        (torch.float32, ["int8", "--master", "none", "remainder16"],
+         ["torch fused bf16", NONE.format(" bf16"), REMAINDER.format(" bf16")], torch.bfloat16),
+        (torch.bfloat16, ["int8", "--master", "none", "remainder16"],
+         [NONE.format(""), REMAINDER.format("")], None),
+    ],
+)  # fmt: skip
+def test_masters_cast_a_float32_model_and_keep_a_16_bit_one(dtype, flags, names, cast):
+    batch = torch.randn(2, 4).to(dtype)
+    workload, settings = workload_of(nn.Linear(4, 4).to(dtype), batch, "--state-dtype", *flags)
     choices, _ = optimizers.choose(settings, workload)
-    assert names(choices)[3:] == [
-        "torch fused bf16",
-        "onepass bf16, master none, int8 moments",
-        "onepass bf16, master remainder16, int8 moments",
-    ]
-    assert {choice.dtype for choice in choices[3:]} == {torch.bfloat16}
-    workload, settings = workload_of(
-        nn.Linear(4, 4).bfloat16(), torch.randn(2, 4).bfloat16(), *flags
-    )
-    choices, _ = optimizers.choose(settings, workload)
-    assert names(choices)[3:] == [
-        "onepass, master none, int8 moments",
-        "onepass, master remainder16, int8 moments",
-    ]
-    assert {choice.dtype for choice in choices} == {None}
+    assert [choice.name for choice in choices[3:]] == names
+    assert {choice.dtype for choice in choices[3:]} == {cast}
+    assert not any(choice.is_plain for choice in choices[3:])
 
 
 def test_choices_make_what_they_say():
@@ -80,6 +64,9 @@ def test_choices_make_what_they_say():
         assert {key: optimizer.defaults[key] for key in train.ADAMW} == train.ADAMW
 
 
+STOCK = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0])
+
+
 def compare_optimizers(workload, settings, stock, step_seconds=1.0):
     choices, left_out = optimizers.choose(settings, workload)
     return optimizers.compare_optimizers(
@@ -90,30 +77,20 @@ def compare_optimizers(workload, settings, stock, step_seconds=1.0):
 def test_bytes_are_those_of_the_tensors():
     """8 bytes of float32 moments, and so on, by 4096 parameters, and 4 of a step count."""
     model = nn.Linear(64, 64, bias=False)
-    flags = ("--master", "none", "fp32", "remainder16", "stochastic", "--state-dtype")
-    state, total = {}, {}
-    for state_dtype in ("bfloat16", "int8"):
+    masters = {"none": 0, "fp32": 4, "remainder16": 2, "stochastic": 0}
+    flags = ("--master", *masters, "--state-dtype")
+    for state_dtype, moments in (("bfloat16", 4), ("int8", 2 + 2 * 4 / 256)):  # and scales
         workload, settings = workload_of(model, torch.randn(2, 64), *flags, state_dtype)
-        stock = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0])
-        outcome = compare_optimizers(workload, settings, stock)
+        outcome = compare_optimizers(workload, settings, STOCK)
         assert outcome.parameters == 4096
-        for name in outcome.outcomes:
-            state[name] = outcome.state_bytes(name) - 4 / 4096
-            total[name] = outcome.all_bytes(name) - 4 / 4096
-    scales = 2 * 4 / 256
-    assert state == {
-        "torch default": 8, "torch fused": 8, "onepass": 8, "torch fused bf16": 4,
-        "onepass bf16, master none, bfloat16 moments": 4,
-        "onepass bf16, master fp32, bfloat16 moments": 8,
-        "onepass bf16, master remainder16, bfloat16 moments": 6,
-        "onepass bf16, master stochastic, bfloat16 moments": 4,
-        "onepass bf16, master none, int8 moments": 2 + scales,
-        "onepass bf16, master fp32, int8 moments": 6 + scales,
-        "onepass bf16, master remainder16, int8 moments": 4 + scales,
-        "onepass bf16, master stochastic, int8 moments": 2 + scales,
-    }  # fmt: skip
-    for name in state:
-        assert total[name] == state[name] + (4 if "bf16" in name else 8)
+        expected = {"torch default": 8, "torch fused": 8, "onepass": 8, "torch fused bf16": 4}
+        name = f"onepass bf16, master {{}}, {state_dtype} moments".format
+        expected |= {name(master): size + moments for master, size in masters.items()}
+        state = {name: outcome.state_bytes(name) - 4 / 4096 for name in outcome.outcomes}
+        assert state == expected
+        for name, size in state.items():
+            total = outcome.all_bytes(name) - 4 / 4096
+            assert total == size + (4 if "bf16" in name else 8)
 
 
 def test_every_optimizer_steps_its_own_parameters(monkeypatch):
@@ -123,8 +100,7 @@ def test_every_optimizer_steps_its_own_parameters(monkeypatch):
         torch.optim, "AdamW", lambda params, **kwargs: made.append(params) or make(params, **kwargs)
     )
     workload, settings = workload_of(nn.Linear(4, 4), torch.randn(2, 4), "--optimizers", "default")
-    stock = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0])
-    outcome = compare_optimizers(workload, settings, stock)
+    outcome = compare_optimizers(workload, settings, STOCK)
     default, fused = made[-2:]
     start = list(workload.build().parameters())
     for mine, other, before in zip(default, fused, start, strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -11,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass._policy import products
-from onepass.tools.compare import attribution, report
+from onepass.tools.compare import attribution
 from onepass.tools.compare.attribution import Timeline
-from onepass.tools.compare.products import Products, products_of
-from tests.compare.test_pieces import result, settings_of
+from onepass.tools.compare.products import products_of
+from tests.compare.cases import settings_of
 
 
 def test_swapped_linear_layers_are_linear(monkeypatch):
@@ -58,14 +56,3 @@ def test_operations_of_linear_layers():
     spent = {phase: dict.fromkeys(attribution.PARTS, 0.5) for phase in attribution.PHASES}
     assert counted.rate(spent) == pytest.approx(4 * product / 1.5e-3 / 1e9)
     assert counted.rate(None) is None
-
-
-def test_speed_of_linear_layers_in_words():
-    (speed,) = result(1.0).speeds  # 0.6 ms of its parts are linear
-    assert report.linear_text(speed) == (
-        "  linear layers: stock 2 GFLOP/s (42 %); swapped 2 GFLOP/s (42 %); of 4 that this CPU "
-        "reaches."
-    )
-    on_cuda = dataclasses.replace(speed, products=Products(10**6, None))
-    assert report.linear_text(on_cuda) == "  linear layers: stock 2 GFLOP/s; swapped 2 GFLOP/s."
-    assert report.linear_text(dataclasses.replace(speed, products=Products(0, 1.0))) == ""
