@@ -254,9 +254,7 @@ def test_checks_live_in_ops_alone():
 
 
 # Files whose tensors follow torch's default device, with the reason.
-ON_THE_DEFAULT_DEVICE = {
-    "tools/model.py": "layers of a model that a process of ours makes",
-}
+ON_THE_DEFAULT_DEVICE = {"tools/model.py": "layers of a model that a process of ours makes"}
 
 
 def makes_on_the_default_device(call: ast.AST) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -34,6 +35,12 @@ def with_flops(quick: bool = False) -> list[Case]:
 # ---- useful operations ---------------------------------------------------------------------------
 
 
+@functools.cache
+def pairs(kind: str, batch: int, seq: int) -> int:
+    """How many keys all queries see together."""
+    return int(seen_by_queries(kind, batch, seq).sum())
+
+
 def seen_by_queries(kind: str, batch: int, seq: int) -> torch.Tensor:
     """(batch, seq, seq): which keys each query sees, written down independently."""
     square = torch.ones(batch, seq, seq, dtype=torch.bool)
@@ -60,8 +67,7 @@ def test_operations_of_every_case_by_counting(quick):
     products = {"forward": 2, "backward": 5, "forward+backward": 7}
     for case in with_flops(quick):
         kind, _, (batch, heads, seq, head_dim), phase = parts(case)
-        counted = int(seen_by_queries(kind, batch, seq).sum())
-        expected = 2 * products[phase] * counted * heads * head_dim
+        expected = 2 * products[phase] * pairs(kind, batch, seq) * heads * head_dim
         if kind == "multihead":  # four projections, each with two products backward
             expected += 4 * 3 * 2 * batch * seq * (heads * head_dim) ** 2
         assert case.flops == expected, case.name

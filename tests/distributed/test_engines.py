@@ -21,14 +21,7 @@ import onepass
 from onepass.swapping import classes
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run
-from tests.distributed.test_training import (
-    SETTINGS,
-    STEPS,
-    check,
-    in_one_process,
-    network,
-    trained,
-)
+from tests.distributed.test_training import SETTINGS, STEPS, check, in_one_process, network, trained
 
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -11,17 +11,7 @@ import onepass
 from onepass import numerics
 from tests.distributed.dtensors import mesh_of, whole
 from tests.distributed.ranks import distributed, run
-from tests.optim.cases import (
-    FLAGS,
-    MODES,
-    assert_same,
-    made,
-    members,
-    ours,
-    same,
-    snapshot,
-    steps,
-)
+from tests.optim.cases import FLAGS, MODES, assert_same, made, members, ours, same, snapshot, steps
 from tests.support.dtypes import BF16, F32, F64
 
 pytestmark = distributed

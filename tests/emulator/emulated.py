@@ -39,10 +39,7 @@ SANITIZED = {
         [*BAD_ADDRESSES, "-DEMULATOR_ADDRESS"],
         ["-fsanitize=address", "-DEMULATOR_ADDRESS"],
     ),
-    "thread": (
-        ["-fsanitize=thread", "-fno-tree-sra", "-DEMULATOR_THREAD"],
-        ["-DEMULATOR_THREAD"],
-    ),
+    "thread": (["-fsanitize=thread", "-fno-tree-sra", "-DEMULATOR_THREAD"], ["-DEMULATOR_THREAD"]),
 }
 BUILDS = tuple(SANITIZED)
 SANITIZERS = BUILDS[1:]  # calls that run once more under one run in the plain build too

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass._batch import call
 from onepass._policy import products
-from onepass.tools.compare.settings import add_arguments, read_settings
 from onepass.tools.compare.train import Trainer
 from onepass.tools.estimate import optimizers, step
 from onepass.tools.estimate.fakes import tensors_of
 from onepass.tools.model import GPT, Sizes, cast
 from onepass.tools.user_model import objective_of
+from tests.compare.cases import settings_of
 from tests.estimate.models import MODELS
 from tests.support import allocations
 
@@ -115,29 +115,24 @@ def test_every_number_of_a_model_that_can_be_counted_by_hand():
     assert found.activations == 2 * row
     assert found.saved == 3 * row  # and the batch
     assert found.optimizer_state == 0
-    assert {(entry["name"], entry["bytes"]) for entry in found.modules} == {
-        ("first", row),
-        ("second", row),
-    }
+    of_modules = {(entry["name"], entry["bytes"]) for entry in found.modules}
+    assert of_modules == {("first", row), ("second", row)}
     assert found.peaks["forward"] == 2 * weight + row + 3 * row + 4
     assert sum(found.at_peak.values()) == found.peak == max(found.peaks.values())
     assert found.to_dict()["peak"] == found.peak
+    assert "32.0 KiB  parameters" in str(found) and "first x 1" in str(found)
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["stock", "swapped"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_what_is_saved_is_what_compare_measures(swap, dropout):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    settings = read_settings(parser.parse_args(["--quick", "--dtype", "float32"]))
     model = GPT(Sizes(2, 4, 128, 128, 4), dropout)
     tokens = torch.randint(0, 256, (4, 128))
     found = onepass.estimate(model, (tokens, tokens), swap=swap)
     if swap:
         onepass.swap(model)
-    assert found.saved == Trainer(model, settings).saved_bytes((tokens, tokens))
+    trainer = Trainer(model, settings_of("--dtype", "float32"))
+    assert found.saved == trainer.saved_bytes((tokens, tokens))
 
 
 def test_real_data_and_none_are_the_same_timeline():
@@ -296,24 +291,16 @@ class Classifying(nn.Module):
         return self.loss(self.head(x), target)
 
 
-LOGITS = 512 * 1000 * 4  # bytes
-
-
-def classified():
-    return Classifying(), (torch.randn(512, 32), torch.randint(0, 1000, (512,)))
-
-
-def test_the_loss_has_a_line_of_its_own():
-    found = onepass.estimate(classified)
-    assert LOGITS <= found.loss < LOGITS + 100  # the log-softmax
-    assert found.modules[0]["name"] == "(loss)"
-
-
-def test_the_loss_in_place_needs_no_gradient_of_the_logits():
-    plain = onepass.estimate(classified, swap=True)
-    inplace = onepass.estimate(classified, swap=True, inplace_loss=True)
+def test_the_loss_has_a_line_of_its_own_and_in_place_no_gradient_of_the_logits():
+    given, logits = (torch.randn(512, 32), torch.randint(0, 1000, (512,))), 512 * 1000 * 4
+    stock, plain, inplace = (
+        onepass.estimate(Classifying(), given, **options)
+        for options in ({}, {"swap": True}, {"swap": True, "inplace_loss": True})
+    )
+    assert logits <= stock.loss < logits + 100  # the log-softmax
+    assert stock.modules[0]["name"] == "(loss)"
     assert inplace.activations == plain.activations
-    assert plain.peaks["backward"] - inplace.peaks["backward"] > 0.8 * LOGITS
+    assert plain.peaks["backward"] - inplace.peaks["backward"] > 0.8 * logits
 
 
 def worded():
@@ -496,9 +483,3 @@ def test_what_cannot_be_estimated_is_told_in_a_sentence(model, batch, options, e
         onepass.estimate(model, batch, real=real, **options)
     assert "\n" not in str(found.value)
     assert "--" not in "".join(traceback.format_exception(found.value))
-
-
-def test_an_estimate_prints_its_parts():
-    text = str(onepass.estimate(Twice(1024), torch.randn(8, 1024)))
-    assert "8.00 MiB  parameters" in text and "16.0 MiB  optimizer state" in text
-    assert "first x 1" in text

@@ -52,11 +52,7 @@ MACHINES = {
     "avx2": Machine("avx2", {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
     "baseline": Machine(
         "baseline",
-        {
-            "ATEN_CPU_CAPABILITY": "default",
-            "ONEDNN_MAX_CPU_ISA": "SSE41",
-            "MKL_CBWR": "COMPATIBLE",
-        },
+        {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
     ),
     "amd": Machine("", vendor="AuthenticAMD"),
     "intel": Machine("", vendor="GenuineIntel"),

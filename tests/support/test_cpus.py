@@ -30,8 +30,7 @@ QUICK = ("avx2", "baseline", "intel-no-bfloat16-dots")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cpus.MACHINES],
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cpus.MACHINES]
 )
 def test_a_machine_looks_as_it_should(name):
     machine = cpus.MACHINES[name]
