@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional
-from tests.support.calls.call import RAW, Call, flat, ints, randn
+from tests.support.calls.call import RAW, Call, flat, ints, randn, raw
 
 BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 5, 7, 8
 PAGES, PAGE = 6, 4
@@ -57,20 +57,10 @@ def _terms(dims=4):
 def _attention():
     terms = ("alibi_slopes", "sinks")
 
-    def dense(query, key, value, attn_mask, alibi_slopes, sinks):
-        return flat(
-            functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                0.2,
-                enable_gqa=True,
-                alibi_slopes=alibi_slopes,
-                sinks=sinks,
-                return_lse=True,
-            )  # fmt: skip
-        )
+    def dense(query, key, value, attn_mask, **terms):
+        options = {"dropout_p": 0.2, "enable_gqa": True, "return_lse": True}
+        sdpa = functional.scaled_dot_product_attention
+        return flat(sdpa(query, key, value, attn_mask, **options, **terms))
 
     def plain(query, key, value, attn_mask):
         sdpa = functional.scaled_dot_product_attention
@@ -104,12 +94,6 @@ def _attention():
     )
     yield Call("functional.varlen_attention paged", _paged, varlen, optional=("block_table",))
 
-    def raw(op, **options):
-        def run(query, key, value, **tensors):
-            return flat(op(query, key, value, **tensors, scale=0.3, **options))
-
-        return run
-
     everything = (*_terms(), "cu_seq_k", "seqused_k", "block_table")
 
     def raw_dense():
@@ -120,12 +104,11 @@ def _attention():
         tiles = randn(3, 3, 4, seed=8) > -1
         return _dense() | {"mask": tiles, "block_mask": ints([[[0, 1], [1, 1]]])}
 
-    for name in ("attention_forward", "attention_forward_check"):
-        op, long = getattr(RAW, name), {"max_q": 3, "max_k": 6}
-        yield Call(f"ops.{name}", raw_dense, raw(op, dropout_p=0.2), optional=everything)
-        yield Call(f"ops.{name} packed", _packed, raw(op, **long), optional=everything)
-        yield Call(f"ops.{name} paged", _paged, raw(op, **long), optional=everything)
-        yield Call(f"ops.{name} of blocks", raw_blocks, raw(op))
+    long, of = {"max_q": 3, "max_k": 6}, {"scale": 0.3, "optional": everything}
+    yield from raw("attention_forward", raw_dense, dropout_p=0.2, **of)
+    yield from raw("attention_forward", _packed, " packed", **long, **of)
+    yield from raw("attention_forward", _paged, " paged", **long, **of)
+    yield from raw("attention_forward", raw_blocks, " of blocks", scale=0.3)
 
     def backward_tensors(own, **options):
         results = RAW.attention_forward(**own, scale=0.3, **options)
@@ -133,30 +116,19 @@ def _attention():
         upstream = {"doutput": randn(*own["query"].shape), "dlse": randn(*own["lse"].shape)}
         return upstream | own
 
-    def backward(op, **more):
-        def run(doutput, dlse, query, key, value, output, lse, lse_rest, **tensors):
-            saved = (doutput, dlse, query, key, value, output, lse, lse_rest)
-            grad_mask = 7 + 8 * (tensors.get("bias") is not None)
-            return flat(op(*saved, **tensors, **more, grad_mask=grad_mask, scale=0.3))
-
-        return run
-
-    def dense_saved():
-        return backward_tensors(raw_dense(), dropout_p=0.2)
-
-    def packed_saved():
-        return backward_tensors(_packed(), max_q=3, max_k=6)
-
-    def blocks_saved():
-        return backward_tensors(raw_blocks())
-
     upstream = ("doutput", "dlse", "lse_rest")
-    optional = (*upstream, *everything)
-    for name in ("attention_backward", "attention_backward_check"):
-        op = getattr(RAW, name)
-        yield Call(f"ops.{name}", dense_saved, backward(op, dropout_p=0.2), optional=optional)
-        yield Call(f"ops.{name} packed", packed_saved, backward(op, **long), optional=optional)
-        yield Call(f"ops.{name} of blocks", blocks_saved, backward(op), optional=upstream)
+    for text, make, more, options in (
+        ("", raw_dense, everything, {"dropout_p": 0.2}),
+        (" packed", _packed, everything, long),
+        (" of blocks", raw_blocks, (), {}),
+    ):
+
+        def saved(make=make, options=options):
+            return backward_tensors(make(), **options)
+
+        grad_mask = 7 + 8 * (make is raw_dense)  # which has a bias
+        yield from raw("attention_backward", saved, text, optional=(*upstream, *more), scale=0.3,
+                       grad_mask=grad_mask, **options)  # fmt: skip
 
     def merge_tensors():
         parts, rows = (2, BATCH, HEADS, ROWS), {}
@@ -165,13 +137,8 @@ def _attention():
     def merge(outputs, lses):
         return flat(functional.merge_attention_states(outputs, lses))
 
-    yield Call(
-        "functional.merge_attention_states",
-        merge_tensors,
-        merge,
-        differentiable=True,
-        composed=True,
-    )
+    name, of = "functional.merge_attention_states", {"differentiable": True, "composed": True}
+    yield Call(name, merge_tensors, merge, **of)
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -222,20 +189,11 @@ def _decoding():
     yield Call(f"{name} paged", paged, public, written=caches, optional=(*optional, "key", "value"))
     yield Call(f"{name} reading", lambda: cached(False), public, optional=optional)
 
-    def raw(op):
-        def run(query, k_cache, v_cache, *new, **tensors):
-            new = [tensors.pop(name) for name in ("key", "value") if name in tensors]
-            return flat(op(query, k_cache, v_cache, *new, **tensors, scale=0.3))
-
-        return run
-
-    for name, op in ((n, getattr(RAW, n)) for n in ("attention_decode", "attention_decode_check")):
-        yield Call(f"ops.{name}", lambda: cached(False), raw(op), optional=optional)
-        yield Call(f"ops.{name} paged", lambda: paged(False), raw(op), optional=optional)
-    for name in ("attention_decode_append", "attention_decode_append_check"):
-        of = {"optional": optional, "written": () if name.endswith("check") else caches}
-        yield Call(f"ops.{name}", with_rotary, raw(getattr(RAW, name)), **of)
-        yield Call(f"ops.{name} paged", paged, raw(getattr(RAW, name)), **of)
+    of = {"scale": 0.3, "optional": optional}
+    yield from raw("attention_decode", lambda: cached(False), **of)
+    yield from raw("attention_decode", lambda: paged(False), " paged", **of)
+    yield from raw("attention_decode_append", with_rotary, written=caches, **of)
+    yield from raw("attention_decode_append", paged, " paged", written=caches, **of)
 
 
 def calls() -> Iterator[Call]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,27 @@ class Call:
         """Those that can have a gradient; what is dropped is the same in each call."""
         set_seed(3)
         return [result for result in self.run(**tensors) if result.is_floating_point()]
+
+
+def raw(
+    name: str,
+    tensors: Callable[[], dict[str, Tensor]],
+    text: str = "",
+    *,
+    optional: tuple[str, ...] = (),
+    written: tuple[str, ...] = (),
+    **options,
+) -> Iterator[Call]:
+    """Calls of a raw operator by keywords, and of the check beside it, which writes nothing."""
+    for of in (name, f"{name}_check"):
+        op = getattr(RAW, of)
+        required = [a.name for a in op.default._schema.arguments if not a.has_default_value()]
+
+        def run(op=op, required=required, **given):
+            return flat(op(**dict.fromkeys(required) | options | given))
+
+        own = written if of == name else ()
+        yield Call(f"ops.{of}{text}", tensors, run, optional=optional, written=own)
 
 
 def flat(results) -> list[Tensor]:

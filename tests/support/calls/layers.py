@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional
-from tests.support.calls.call import F32, RAW, Call, flat, randn, sixteenths
+from tests.support.calls.call import F32, RAW, Call, flat, randn, raw, sixteenths
 
 # ---- norms and dropout ---------------------------------------------------------------------------
 
@@ -47,37 +47,23 @@ def _norms():
     yield public("add_layer_norm", added)
     yield public("add_rms_norm", lambda: added(False))
 
-    def forward(op):
-        def run(input, residual, weight, bias, seed):
-            rest = ((40,), 0, 1e-5, 0.0, 0.3, torch.bfloat16, torch.bfloat16, True)
-            return flat(op(input, residual, weight, bias, seed, *rest))
-
-        return run
-
     def with_seed():
         return added() | {"seed": torch.tensor([3, 4])}
 
-    optional = ("weight", "bias")
-    for op in (RAW.norm_forward, RAW.norm_forward_check):
-        yield Call(f"ops.{op.__name__}", with_seed, forward(op), optional=optional)
+    options = {"normalized_shape": (40,), "kind": 0, "weight_offset": 0.0, "dropout_p": 0.3}
+    narrow = {"out_dtype": torch.bfloat16, "residual_dtype": torch.bfloat16}
+    yield from raw("norm_forward", with_seed, optional=("weight", "bias"), eps=1e-5,
+                   save_statistics=True, **options, **narrow)  # fmt: skip
 
-    def backward_tensors():
+    def upstream():
         x = randn(6, 40, seed=3)
         own = {"doutput": randn(6, 40), "dresidual_out": randn(6, 40, seed=1), "x": x}
         own |= {"weight": randn(40), "bias": randn(40, seed=1), "seed": torch.tensor([3, 4])}
         return own | {"mean": x.mean(1), "rstd": x.var(1, False).add(1e-5).rsqrt()}
 
-    def backward(op):
-        def run(doutput, dresidual_out, x, weight, bias, seed, mean, rstd):
-            rest = ((40,), 0, 0.0, 0.3, F32, F32, 15)
-            tensors = (doutput, dresidual_out, x, weight, bias, seed, mean, rstd)
-            return flat(op(*tensors, *rest))
-
-        return run
-
     optional = ("doutput", "dresidual_out", "weight", "bias")
-    for op in (RAW.norm_backward, RAW.norm_backward_check):
-        yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
+    yield from raw("norm_backward", upstream, optional=optional, input_dtype=F32,
+                   residual_dtype=F32, grad_mask=15, **options)  # fmt: skip
 
 
 def _modulated_norms():
@@ -105,17 +91,13 @@ def _modulated_norms():
     yield from public("layer_norm", F.layer_norm)
     yield from public("rms_norm", F.rms_norm)
 
-    def raw(op, **options):
-        options |= {"normalized_shape": (40,), "kind": 0, "dropout_p": 0.3}
-        return lambda **tensors: flat(op(**tensors, **options))
+    options = {"normalized_shape": (40,), "kind": 0, "dropout_p": 0.3}
 
     def seeded():
         return gated() | {"row_scale": torch.tensor([0.0, 1.25]), "seed": torch.tensor([3, 4])}
 
-    optional = ("shift", "gate", "row_scale")
-    for op in (RAW.modulated_norm_forward, RAW.modulated_norm_forward_check):
-        run = raw(op, eps=1e-5, out_dtype=torch.bfloat16, save_statistics=True)
-        yield Call(f"ops.{op.__name__}", seeded, run, optional=optional)
+    yield from raw("modulated_norm_forward", seeded, optional=("shift", "gate", "row_scale"),
+                   eps=1e-5, out_dtype=torch.bfloat16, save_statistics=True, **options)  # fmt: skip
 
     def backward():
         own, x = seeded(), randn(2, 3, 40, seed=4)
@@ -124,9 +106,8 @@ def _modulated_norms():
         return own | {"rstd": x.var(2, False).add(1e-5).rsqrt()}
 
     optional = ("doutput", "dresidual_out", "shift", "row_scale")
-    for op in (RAW.modulated_norm_backward, RAW.modulated_norm_backward_check):
-        run = raw(op, input_dtype=F32, residual_dtype=F32, grad_mask=31)
-        yield Call(f"ops.{op.__name__}", backward, run, optional=optional)
+    yield from raw("modulated_norm_backward", backward, optional=optional, input_dtype=F32,
+                   residual_dtype=F32, grad_mask=31, **options)  # fmt: skip
 
 
 def _branches():
@@ -163,23 +144,17 @@ def _branches():
 
     yield Call("functional.drop_path_scale", one, factors, composed=True)
 
-    def raw(op, **options):
-        return lambda **tensors: flat(op(**tensors, p=0.4, **options))
-
     def seeded():
         return two() | {"seed": torch.tensor([3, 4])}
 
-    for op in (RAW.branch_forward, RAW.branch_forward_check):
-        run = raw(op, out_dtype=torch.bfloat16)
-        yield Call(f"ops.{op.__name__}", seeded, run, optional=optional)
+    yield from raw("branch_forward", seeded, optional=optional, p=0.4, out_dtype=torch.bfloat16)
 
     def backward():
         own = {"doutput": randn(2, 3, 40), "branch": randn(2, 3, 40, seed=1)}
         return own | scales() | {"seed": torch.tensor([3, 4])}
 
-    for op in (RAW.branch_backward, RAW.branch_backward_check):
-        run = raw(op, input_dtype=F32, grad_mask=3)
-        yield Call(f"ops.{op.__name__}", backward, run, optional=("row_scale",))
+    yield from raw("branch_backward", backward, optional=("row_scale",), p=0.4, input_dtype=F32,
+                   grad_mask=3)  # fmt: skip
 
 
 def _dropouts():
@@ -207,17 +182,10 @@ def _dropouts():
         "functional.add_dropout", two, add_dropout, optional=("residual",), differentiable=True
     )
 
-    def raw(op):
-        def run(input, residual, seed):
-            return flat(op(input, residual, seed, 0.4, None))
-
-        return run
-
     def seeded():
         return two() | {"seed": torch.tensor([3, 4])}
 
-    for op in (RAW.dropout_forward, RAW.dropout_forward_check):
-        yield Call(f"ops.{op.__name__}", seeded, raw(op), optional=("residual",))
+    yield from raw("dropout_forward", seeded, optional=("residual",), p=0.4)
 
 
 # ---- causal convolution --------------------------------------------------------------------------
@@ -243,29 +211,15 @@ def _causal_convolutions():
         numbers = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 3], dtype=torch.int32)
         return plain() | {"seq_idx": numbers.repeat(2, 1)}
 
-    def forward(op):
-        def run(x, weight, bias, initial_state=None, seq_idx=None):
-            return flat(op(x, weight, bias, initial_state, seq_idx, True, False))
-
-        return run
-
-    def backward(op):
-        def run(doutput, x, weight, bias, initial_state=None, seq_idx=None):
-            given = (doutput, x, weight, bias, initial_state, seq_idx)
-            return flat(op(*given, True, False, 15))
-
-        return run
-
+    options = {"silu": True, "channels_last": False}
     for text, make, name in (("", after_state, "initial_state"), (" packed", packed, "seq_idx")):
 
         def upstream(make=make):
             return {"doutput": randn(2, 6, 9, seed=4)} | make()
 
-        optional = ("bias", name)
-        for op in (RAW.causal_conv1d_forward, RAW.causal_conv1d_forward_check):
-            yield Call(f"ops.{op.__name__}{text}", make, forward(op), optional=optional)
-        for op in (RAW.causal_conv1d_backward, RAW.causal_conv1d_backward_check):
-            yield Call(f"ops.{op.__name__}{text}", upstream, backward(op), optional=optional)
+        options |= {"optional": ("bias", name)}
+        yield from raw("causal_conv1d_forward", make, text, **options)
+        yield from raw("causal_conv1d_backward", upstream, text, grad_mask=15, **options)
 
 
 # ---- group norm ----------------------------------------------------------------------------------
@@ -284,15 +238,10 @@ def _group_norms():
     of = {"optional": ("weight", "bias"), "differentiable": True}
     yield Call("functional.group_norm", plain, run, stock, **of)
 
-    def forward(op):
-        def run(input, weight, bias):
-            return flat(op(input, weight, bias, 2, 1e-5, 2, False, torch.bfloat16, True))
-
-        return run
-
-    optional = ("weight", "bias")
-    for op in (RAW.group_norm_forward, RAW.group_norm_forward_check):
-        yield Call(f"ops.{op.__name__}", plain, forward(op), optional=optional)
+    options = {"num_groups": 2, "activation_kind": 2, "channels_last": False}
+    options |= {"optional": ("weight", "bias")}
+    yield from raw("group_norm_forward", plain, eps=1e-5, out_dtype=torch.bfloat16,
+                   save_statistics=True, **options)  # fmt: skip
 
     def upstream():
         own = plain()
@@ -300,14 +249,7 @@ def _group_norms():
         own |= {"mean": grouped.mean(-1), "rstd": grouped.var(-1, False).add(1e-5).rsqrt()}
         return {"doutput": randn(2, 8, 5, 6, seed=2)} | own
 
-    def backward(op):
-        def run(doutput, input, weight, bias, mean, rstd):
-            return flat(op(doutput, input, weight, bias, mean, rstd, 2, 2, False, 7))
-
-        return run
-
-    for op in (RAW.group_norm_backward, RAW.group_norm_backward_check):
-        yield Call(f"ops.{op.__name__}", upstream, backward(op), optional=optional)
+    yield from raw("group_norm_backward", upstream, grad_mask=7, **options)
 
 
 # ---- gated activations ---------------------------------------------------------------------------
@@ -339,17 +281,12 @@ def _gates():
     yield Call("functional.silu_mul", two, public("silu_mul"), stock(F.silu), **of)
     yield Call("functional.gelu_mul", two, public("gelu_mul", "tanh"), gelu, **of)
 
-    def raw(op, *options):
-        return lambda **tensors: flat(op(**tensors, **dict(options)))
-
     def upstream():
         return {"doutput": randn(2, 3, 40, seed=2)} | two()
 
-    options = ("activation_kind", 3), ("gate_last", False)
-    for op in (RAW.gate_forward, RAW.gate_forward_check):
-        yield Call(f"ops.{op.__name__}", two, raw(op, *options), optional=("up",))
-    for op in (RAW.gate_backward, RAW.gate_backward_check):
-        yield Call(f"ops.{op.__name__}", upstream, raw(op, *options, ("grad_mask", 3)))
+    options = {"activation_kind": 3, "gate_last": False}
+    yield from raw("gate_forward", two, optional=("up",), **options)
+    yield from raw("gate_backward", upstream, grad_mask=3, **options)
 
 
 # ---- linear --------------------------------------------------------------------------------------
@@ -378,14 +315,7 @@ def _linear():
     yield Call("functional.linear", tensors, public, stock, **of)
     yield Call("functional.linear with options", everything, options, **of)
 
-    def forward(op):
-        def run(input, weight, bias):
-            return flat(op(input, weight, bias, torch.bfloat16))
-
-        return run
-
-    for op in (RAW.linear_forward, RAW.linear_forward_check):
-        yield Call(f"ops.{op.__name__}", tensors, forward(op), optional=("bias",))
+    yield from raw("linear_forward", tensors, optional=("bias",), out_dtype=torch.bfloat16)
 
     def backward_tensors():
         return {"doutput": randn(6, 24), "input": randn(6, 40), "weight": randn(24, 40)}
@@ -401,39 +331,21 @@ def _linear():
         optional = ("input", "weight")
         yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
 
-    def epilogue_tensors():
+    def epilogue():
         return everything() | {"seed": torch.tensor([3, 4])}
 
-    def epilogue(op):
-        def run(input, weight, bias, residual, seed):
-            return flat(op(input, weight, bias, residual, seed, 0.4, 1, True))
-
-        return run
-
-    for op in (RAW.linear_epilogue_forward, RAW.linear_epilogue_forward_check):
-        optional = ("bias", "residual")
-        yield Call(f"ops.{op.__name__}", epilogue_tensors, epilogue(op), optional=optional)
+    yield from raw("linear_epilogue_forward", epilogue, optional=("bias", "residual"),
+                   dropout_p=0.4, activation_kind=1, save_preactivation=True)  # fmt: skip
 
     def upstream():
         names = {"doutput": randn(6, 24), "preactivation": randn(6, 24, seed=1)}
         return names | {"seed": torch.tensor([3, 4])}
 
-    def epilogue_backward(op):
-        def run(doutput, preactivation, seed):
-            return flat(op(doutput, preactivation, seed, 0.4, 3, torch.bfloat16))
-
-        return run
-
-    for op in (RAW.linear_epilogue_backward, RAW.linear_epilogue_backward_check):
-        yield Call(f"ops.{op.__name__}", upstream, epilogue_backward(op))
+    yield from raw("linear_epilogue_backward", upstream, dropout_p=0.4, activation_kind=3,
+                   out_dtype=torch.bfloat16)  # fmt: skip
 
 
 def calls() -> Iterator[Call]:
-    yield from _norms()
-    yield from _modulated_norms()
-    yield from _branches()
-    yield from _dropouts()
-    yield from _causal_convolutions()
-    yield from _group_norms()
-    yield from _gates()
-    yield from _linear()
+    parts = (_norms, _modulated_norms, _branches, _dropouts, _causal_convolutions, _group_norms)
+    for part in (*parts, _gates, _linear):
+        yield from part()

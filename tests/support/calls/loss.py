@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional
-from tests.support.calls.call import RAW, Call, flat, randn
+from tests.support.calls.call import Call, randn, raw
 
 SMOOTHING = 0.1
+OPTIONS = {"ignore_index": -100, "label_smoothing": SMOOTHING, "softcap": 0.0}
 
 
 def linear_calls() -> Iterator[Call]:
@@ -31,20 +32,11 @@ def linear_calls() -> Iterator[Call]:
     # The products of a class of tensor are its own.
     yield Call("functional.linear_cross_entropy", own, ours, stock, **of, composed=True)
 
-    def raw(op):
-        def run(input, linear_weight, linear_bias, target, weight, dloss):
-            tensors = (input, linear_weight, target, linear_bias, weight)
-            return flat(op(*tensors, -100, SMOOTHING, 0.0, 0.2, dloss, 7))
+    def upstream():
+        return own() | {"dloss": randn(6, seed=5)}
 
-        return run
-
-    for op in (RAW.linear_loss, RAW.linear_loss_check):
-        yield Call(
-            f"ops.{op.__name__}",
-            lambda: own() | {"dloss": randn(6, seed=5)},
-            raw(op),
-            optional=("linear_bias", "weight"),
-        )
+    yield from raw("linear_loss", upstream, optional=("linear_bias", "weight"), **OPTIONS,
+                   z_loss=0.2, gradient_mask=7)  # fmt: skip
 
 
 def calls() -> Iterator[Call]:
@@ -63,14 +55,8 @@ def calls() -> Iterator[Call]:
         "functional.cross_entropy", own, by(functional.cross_entropy), by(F.cross_entropy), **of
     )
 
-    def forward(op):
-        def run(input, target, weight):
-            return flat(op(input, target, weight, -100, SMOOTHING, 0.0, 1, 0.2, None))
-
-        return run
-
-    for op in (RAW.loss_forward, RAW.loss_forward_check):
-        yield Call(f"ops.{op.__name__}", own, forward(op), optional=("weight",))
+    options = {"optional": ("weight",), "reduction_kind": 1, **OPTIONS}
+    yield from raw("loss_forward", own, z_loss=0.2, **options)
 
     yield from linear_calls()
 
@@ -78,16 +64,5 @@ def calls() -> Iterator[Call]:
         numbers = {"dloss": torch.tensor(0.5), "total_weight": torch.tensor(3.0)}
         return own() | numbers | {"statistics": randn(3, 6, seed=2).abs()}
 
-    def backward(op):
-        def run(input, target, weight, dloss, total_weight, statistics):
-            of_loss = (-100, SMOOTHING, 0.0, 1, dloss, statistics, total_weight)
-            return flat(op(input, target, weight, *of_loss))
-
-        return run
-
-    for name in ("loss_backward", "loss_backward_inplace"):
-        for op in (getattr(RAW, name), getattr(RAW, f"{name}_check")):
-            written = ("input",) if op is RAW.loss_backward_inplace else ()
-            yield Call(
-                f"ops.{op.__name__}", upstream, backward(op), written=written, optional=("weight",)
-            )
+    yield from raw("loss_backward", upstream, **options)
+    yield from raw("loss_backward_inplace", upstream, written=("input",), **options)

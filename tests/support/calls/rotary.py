@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from onepass import functional
-from tests.support.calls.call import RAW, Call, flat, randn
+from tests.support.calls.call import Call, flat, randn, raw
 
 
 def calls() -> Iterator[Call]:
@@ -39,25 +39,16 @@ def calls() -> Iterator[Call]:
     more["optional"] = tuple(weights())
     yield Call(f"{name} trained after norms", lambda: own() | weights(), public, **more)
 
-    def raw(op):
-        def run(query, key, cos, sin, positions):
-            return flat(op(query, key, cos, sin, positions, 6, True, False, False, False))
+    options = {"rotary_dim": 6, "interleaved": True}
+    places = {"query_bshd": False, "key_bshd": False}
+    norms = {"eps": 1e-3, "weight_offset": 1.0, "optional": ("positions", *weights())}
 
-        return run
+    def with_weights():
+        return own() | weights()
 
-    for op in (RAW.rotary_forward, RAW.rotary_forward_check):
-        yield Call(f"ops.{op.__name__}", own, raw(op), optional=optional)
-
-    def raw_normed(op):
-        def run(query, key, cos, sin, positions, query_weight, key_weight):
-            options = (6, True, False, False, False, query_weight, key_weight, 1e-3, 1.0)
-            return flat(op(query, key, cos, sin, positions, *options))
-
-        return run
-
-    for op in (RAW.rotary_forward, RAW.rotary_forward_check):
-        yield Call(f"ops.{op.__name__} after norms", lambda: own() | weights(), raw_normed(op),
-                   optional=("positions", *weights()))  # fmt: skip
+    forward = options | places | {"transposed": False}
+    yield from raw("rotary_forward", own, optional=optional, **forward)
+    yield from raw("rotary_forward", with_weights, " after norms", **norms, **forward)
 
     def inplace(query, key, cos, sin, positions):
         options = {"positions": positions, "inplace": True}
@@ -66,28 +57,10 @@ def calls() -> Iterator[Call]:
     written = ("query", "key")
     yield Call(f"{name} in place", own, inplace, written=written, optional=optional)
 
-    def raw_inplace(op):
-        def run(query, key, cos, sin, positions, query_weight, key_weight):
-            options = (6, True, query_weight, key_weight, 1e-3, 1.0)
-            return flat(op(query, key, cos, sin, positions, *options))
-
-        return run
-
-    for op in (RAW.rotary_forward_inplace, RAW.rotary_forward_inplace_check):
-        yield Call(f"ops.{op.__name__}", lambda: own() | weights(), raw_inplace(op),
-                   written=written if op is RAW.rotary_forward_inplace else (),
-                   optional=("positions", *weights()))  # fmt: skip
+    yield from raw("rotary_forward_inplace", with_weights, written=written, **options, **norms)
 
     def upstream():
-        return {"dquery_out": randn(2, 4, 5, 8, seed=6), "dkey_out": randn(2, 2, 5, 8, seed=7)}
+        own = {"dquery_out": randn(2, 4, 5, 8, seed=6), "dkey_out": randn(2, 2, 5, 8, seed=7)}
+        return own | with_weights()
 
-    def raw_backward(op):
-        def run(dquery_out, dkey_out, query, key, cos, sin, positions, query_weight, key_weight):
-            options = (6, True, False, False, query_weight, key_weight, 1e-3, 1.0, 15)
-            return flat(op(dquery_out, dkey_out, query, key, cos, sin, positions, *options))
-
-        return run
-
-    for op in (RAW.rotary_backward, RAW.rotary_backward_check):
-        yield Call(f"ops.{op.__name__}", lambda: upstream() | own() | weights(), raw_backward(op),
-                   optional=("positions", *weights()))  # fmt: skip
+    yield from raw("rotary_backward", upstream, grad_mask=15, **options, **places, **norms)
