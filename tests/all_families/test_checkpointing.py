@@ -109,9 +109,6 @@ def test_compiled_graphs_keep_them_too(kept):
         assert (f"onepass.{name}.default" in backward) != kept
 
 
-# ---- every operator ------------------------------------------------------------------------------
-
-
 # A sum without dropout saves nothing.
 @pytest.mark.parametrize("name", [n for n in SAMPLES if n != "add_dropout of nothing"])
 def test_every_operator_is_recomputed_bit_for_bit(name):

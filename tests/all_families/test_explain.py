@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import UserDict
 
 import pytest
 import torch
@@ -53,23 +52,8 @@ def text_of(name: str) -> str:
     return family.get(function, function)
 
 
-@pytest.mark.parametrize("mapping", [dict, UserDict])
-def test_a_batch_of_keywords_as_verify_takes_it(mapping):
-    class Named(torch.nn.LayerNorm):
-        def forward(self, x, scale=1.0):
-            return functional.layer_norm(scale * x, self.normalized_shape)
-
-    class Whole(Named):
-        def forward(self, batch):
-            return super().forward(batch["x"])
-
-    class Wrapped(Whole):
-        def forward(self, *args, **named):
-            return super().forward(named)
-
-    for module in (Named(16), Whole(16), Wrapped(16)):
-        (call,) = calls_of(module, mapping(x=torch.randn(3, 16)))
-        assert call["op"] == "layer_norm"
+def test_a_function_gets_a_batch_as_it_is():
+    """Modules: tests/compare/test_user_model.py."""
     (call,) = calls_of(lambda batch: functional.layer_norm(batch["x"], 16), {"x": torch.ones(16)})
     assert call["op"] == "layer_norm"
 
@@ -120,20 +104,14 @@ def test_stock_modules_are_named(torchs_products):
 
 
 def test_modules_of_equal_layers_share_a_line_that_a_terminal_folds(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)) for _ in range(12)]
     explanation = onepass.explain(torch.nn.Sequential(*layers), torch.randn(2, 8))
     assert len(explanation.not_accelerated) == 24
-    one = "stock: *.{} (12 x {}): not swapped: onepass.swap(model)".format
     stock = [line for line in str(explanation).splitlines() if line.startswith("stock")]
-    assert stock == [one(0, "LayerNorm"), one(1, "RMSNorm")]
-    assert '<pre style="white-space: pre-wrap; word-break: normal">' in explanation._repr_html_()
+    assert len(stock) == 2 and stock[0].startswith("stock: *.0 (12 x LayerNorm): ")
+    assert "white-space: pre-wrap" in explanation._repr_html_()
     monkeypatch.setenv("COLUMNS", "40")
-    lines = str(explanation).splitlines()
-    assert max(map(len, lines)) <= 40
-    assert (
-        "stock: *.0 (12 x LayerNorm): not" in lines and "    swapped: onepass.swap(model)" in lines
-    )
+    assert max(map(len, str(explanation).splitlines())) <= 40
 
 
 def test_nothing_is_recorded_outside():
@@ -148,7 +126,7 @@ def test_a_lower_level_says_who_asked_for_it():
         "import torch, onepass;"
         "print(onepass.explain(onepass.functional.rms_norm, torch.ones(2, 8), 8))"
     )
-    result = fresh.run(code, env={**os.environ, "ONEPASS_CPU_ISA": "baseline"}, check=True)
+    result = fresh.run(code, env=os.environ | {"ONEPASS_CPU_ISA": "baseline"}, check=True)
     assert "baseline" in result.stdout
     if len(_C.cpu_levels()) > 1:
         assert "ONEPASS_CPU_ISA asks for it" in result.stdout
@@ -205,9 +183,3 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert "not swapped" in capsys.readouterr().out
     assert cli.main(["explain", "--model", "somebodys_model:make", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls"][0]["op"] == "layer_norm"
-
-
-@pytest.mark.parametrize("model", ["nonsense", "no_such_module:make", "torch:no_such_function"])
-def test_bad_models_exit_with_2(model, capsys):
-    assert cli.main(["explain", "--model", model]) == 2
-    assert capsys.readouterr().err.startswith("explain: --model must ")

@@ -32,9 +32,6 @@ def with_flops(quick: bool = False) -> list[Case]:
     return [case for case in attention.cases(quick) if case.flops is not None]
 
 
-# ---- useful operations ---------------------------------------------------------------------------
-
-
 @functools.cache
 def pairs(kind: str, batch: int, seq: int) -> int:
     """How many keys all queries see together."""
@@ -77,9 +74,6 @@ def test_the_packed_batch_is_half_full():
     assert sum(attention_parts.FILL) == len(attention_parts.FILL) / 2 == attention.PACKED[0] / 2
 
 
-# ---- ceilings ------------------------------------------------------------------------------------
-
-
 def row_of(case: Case, limits: Ceilings = LIMITS) -> Row:
     times = {"ours": [2.0, 1.0, 4.0], "eager": [2.0, 2.0, 2.0]}
     times |= {name: [1.0] * 3 for name in case.operator.others}
@@ -107,9 +101,6 @@ def test_a_share_needs_a_measured_ceiling():
     case = next(iter(with_flops(quick=True)))
     assert cases.measure(case, seconds=0, compiled=False, places=1).share is None
     assert row_of(case, replace(LIMITS, fma_gflops=None)).share is None
-
-
-# ---- what runs -----------------------------------------------------------------------------------
 
 
 def test_long_cases_are_checked_on_less():

@@ -211,9 +211,6 @@ def test_cuda_tables_show_gigabytes_per_second(capsys):
     assert all(figure in printed for figure in (*figures, "norm/x")) and "AVX2" not in printed
 
 
-# ---- the results of the timed tensors ------------------------------------------------------------
-
-
 def of_rows(ours, rows: int = 40) -> cases.Case:
     """A case whose small check sees eight rows, and whose `ours` may be wrong in others."""
     stock = norm.OPERATORS["layer_norm"]

@@ -173,9 +173,6 @@ def test_figures_in_an_unknown_form_cost_the_table_alone(tmp_path, capsys):
     assert names_in(tmp_path) == {f"device/{name}" for name in names}
 
 
-# ---- a rehearsal ---------------------------------------------------------------------------------
-
-
 def rehearse(folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, SCRIPT, "check", "--rehearse", "--out", folder, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -19,9 +19,6 @@ CASE = gpu_sweep.CASES[0]
 FIRST, SECOND, THIRD = CASE.candidates[:3]
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", gpu_sweep.CASES, ids=lambda case: case.name)
 def test_a_candidate_is_one_line_of_the_table(case):
     """The first is the table's own: beside it, all tables of a case differ in that line alone."""
@@ -59,9 +56,6 @@ def test_without_a_device_a_program_says_so(capsys, monkeypatch):
     monkeypatch.setattr(gpu_sweep, "CASES", (dataclasses.replace(CASE, candidates=(FIRST,)),))
     assert gpu_sweep.main(["--nvcc", nvcc, "--arch", "90"]) == 2
     assert capsys.readouterr().err.startswith("gpu_sweep: no device: ")
-
-
-# ---- programs ------------------------------------------------------------------------------------
 
 
 def words_of(*floats: float) -> bytes:

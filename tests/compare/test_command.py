@@ -44,9 +44,6 @@ def check_times(variant, ratio):
     assert ratio["low"] <= ratio["median"] <= ratio["high"]
 
 
-# Outcome
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """Of one run: what it prints, what it says on standard error, its JSON and its picture."""
@@ -157,9 +154,6 @@ def test_command_repeats_the_run(outcome):
     again = read(*words[2:])
     assert again.to_dict() == data["settings"]
     assert settings.Settings.from_dict(again.to_dict(), again.command) == again
-
-
-# Flags
 
 
 def test_json_to_stdout_is_nothing_but_json(tmp_path):
@@ -284,10 +278,7 @@ def test_an_error_in_the_process_of_kept_memory_is_told():
             pass
 
 
-# Bad input
-
-
-BAD_INPUT = [
+BAD_INPUT = [  # of files: tests/faults/test_output_files.py too
     (["--text", "no-such-file"], "--text must name readable files: no-such-file"),
     (["--text", "short.txt"], "text must be longer"),
     (["--dtype", "fp8"], "--dtype must be auto, float32 or bfloat16, got 'fp8'"),
@@ -311,8 +302,6 @@ BAD_INPUT = [
     (["--json", "no-such-folder/out.json"], "--json must name a file to write: No such file"),
     (["--plot", "no-such-folder/out.png"], "--plot must name a file to write: No such file"),
     (["--plot", "out.docx"], "--plot must end in one of "),
-    (["--json", "/dev/full"], "--json must name a file to write: No space left"),
-    (["--plot", "/dev/full"], "--plot must name a file to write: No space left"),
     (["--model", "models"], "--model must be package.module:function"),
     ([*model("fixed"), "--layers", "2"], "--model brings its own sizes"),
 ]  # fmt: skip

@@ -25,9 +25,6 @@ from tests.compare.cases import TINY, FakeClock, settings_of, tokens
 pytestmark = pytest.mark.usefixtures("one_thread")  # tiny tensors gain nothing from a second
 
 
-# Text
-
-
 def test_default_text_is_the_sorted_standard_library():
     files = standard_library()
     of_json = [path.name for path in files if path.parent.name == "json"]
@@ -61,9 +58,6 @@ def test_held_out_windows_reach_from_end_to_end(text):
     assert inputs.shape == targets.shape == (4, 8)
     assert inputs[0].tolist() == text.held_out[:8].tolist()
     assert targets[-1].tolist() == text.held_out[-8:].tolist()
-
-
-# Model
 
 
 @pytest.mark.parametrize("rmsnorm", [False, True])
@@ -147,9 +141,6 @@ def test_cast_changes_floating_point_tensors_alone():
     assert cast(batch, None) is batch
 
 
-# Memory
-
-
 def test_saved_bytes_are_unique_storages_without_parameters():
     model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
     trainer = train.Trainer(model, settings_of())
@@ -172,9 +163,6 @@ def test_peak_memory_on_cuda_is_the_allocators(monkeypatch):
     assert memory._cuda_peak(lambda: done.append("step")) == 250
     assert done[:4] == ["synchronize", "reset_peak_memory_stats", "memory_allocated", "step"]
     assert done[4:] == ["synchronize", "max_memory_allocated"]
-
-
-# Statistics and sentences
 
 
 def test_rounds_turn_around_and_share_their_number():

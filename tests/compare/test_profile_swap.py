@@ -79,9 +79,6 @@ def peaks_of_one_byte(monkeypatch):
     monkeypatch.setattr(memory, "peaks_of_steps", peaks_of_a_byte)
 
 
-# Measurements
-
-
 def test_a_kind_that_is_slow_is_left_out_and_that_is_proven(monkeypatch, peaks_of_one_byte):
     slowed(monkeypatch, classes.LayerNormForward, 0.2)
     found = profiled(*MODEL, "--kinds", "norm", "dropout")
@@ -144,9 +141,6 @@ def test_a_model_with_nothing_to_swap():
         BadInput, match="must have something to swap, got none .*norm: normalises over the batch"
     ):
         profiled("--model", f"{__name__}:make_nothing", "--kinds", "norm")
-
-
-# Advice
 
 
 def timing_of(**milliseconds):
@@ -246,9 +240,6 @@ def test_no_swap_is_advised_that_was_not_measured_to_gain(all_, norm, mlp, rest)
     assert bool(found.swaps) is any(gains[kinds] for kinds in gains if kinds)
     assert (report.call(found) is None) is (not found.swaps)
     assert report.sentence(found)
-
-
-# The command
 
 
 @pytest.fixture(scope="module")

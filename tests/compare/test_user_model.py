@@ -154,9 +154,6 @@ def test_a_module_that_fails_to_be_imported(command, tmp_path, monkeypatch, capf
     assert errors.count("\n") == 1
 
 
-# How a batch is given to forward
-
-
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -42,9 +42,6 @@ def to_device(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in t.items()}
 
 
-# ---- the device's own time line ------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
     """Raises if the host asks torch for a value that the device has not computed yet."""

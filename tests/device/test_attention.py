@@ -47,9 +47,6 @@ def repeatable(case: Case, t: dict[str, torch.Tensor], **changes) -> dict[str, t
     return found | backward(case, t, found, deterministic=True, **changes)
 
 
-# ---- values and gradients ------------------------------------------------------------------------
-
-
 EVERYTHING = dict(
     head_dim=72, value_dim=40, heads=4, kv_heads=2, seq_q=130, seq_k=260, window_left=200,
     window_right=0, bottom_right=True, bias="hq", mask="b", alibi="b", sinks=F32, softcap=3.0,
@@ -86,8 +83,6 @@ TF32 = {
 def test_tf32(name):
     check(TF32[name])
 
-
-# ---- contracts -----------------------------------------------------------------------------------
 
 REPEATED = {
     "bfloat16": Case(BF16, 64, heads=8, kv_heads=2, seq_q=500, seq_k=500, window_right=0),
@@ -129,8 +124,6 @@ def test_torchs_switch_makes_gradients_deterministic(name):
     finally:
         torch.use_deterministic_algorithms(False)
 
-
-# ---- for compute-sanitizer -----------------------------------------------------------------------
 
 SMALL = {
     "causal": dict(window_right=0),

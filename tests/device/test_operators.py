@@ -47,9 +47,6 @@ def test_second_derivatives(residual):
     assert torch.autograd.gradgradcheck(function, (*tensors, weight))
 
 
-# ---- linear --------------------------------------------------------------------------------------
-
-
 @dtypes
 def test_linear_and_what_comes_after_it(dtype):
     """On CUDA the products are torch's own; activation, dropout and residual are as on the CPU."""
@@ -91,9 +88,6 @@ def test_products_on_cuda_are_torchs():
         assert module(x).dtype is BF16
 
 
-# ---- contracts -----------------------------------------------------------------------------------
-
-
 @kinds
 @pytest.mark.parametrize("cols", [72, 33, 2056, 16395])
 def test_bitwise_repeatable(rms, residual, cols):
@@ -110,9 +104,6 @@ def test_explain_names_the_device_kernels():
     found = onepass.explain(lambda: functional.layer_norm(x, 1024).sum().backward())
     assert [call["level"] for call in found.calls] == ["cuda", "cuda"]
     assert [call["kernel"][:5] for call in found.calls] == ["norm_", "norm_"]
-
-
-# ---- for compute-sanitizer -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cols", [72, 33, 1000, 2056, 16395])

@@ -27,9 +27,6 @@ from tests.support.seeds import drawn_seed
 pytestmark = needs_device
 
 
-# ---- streams and graphs --------------------------------------------------------------------------
-
-
 def step(case: Case):
     """A function that runs forward and backward of a case on the very same tensors each time."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors().items()}
@@ -92,9 +89,6 @@ def test_a_device_that_is_not_the_current_one():
     check(*(norm_cases.make(False, 33, 1000, seed=seed, device=last) for seed in range(4)))
     x = torch.ones(1000, device=last)
     assert functional.dropout(x, 0.5).device == last and torch.cuda.current_device() == 0
-
-
-# ---- more than 2^31 elements ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rms", [False, True])

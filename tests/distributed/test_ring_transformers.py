@@ -18,6 +18,7 @@ from tests.distributed.dtensors import mesh_of
 from tests.distributed.ranks import distributed, on_ranks, run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+register_ring = pytest.importorskip("onepass.integrations.transformers").register_ring
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 BATCH, LENGTH, WORDS = 2, 16, 50
@@ -87,8 +88,6 @@ def on_a_ring(model, layout):
 
 
 def body(name, layout, swapped):
-    from onepass.integrations.transformers import register_ring
-
     model = build(name)
     if swapped:
         assert onepass.swap(model).swapped
@@ -119,13 +118,10 @@ def test_four_processes(layout):
 
 @on_ranks(2)
 def test_bidirectional_attention():
-    from onepass.integrations.transformers import register_ring
-
+    small = {name: size for name, size in SMALL.items() if "key_value" not in name}
     config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        **small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     torch.manual_seed(0)
     model = transformers.BertModel(config, add_pooling_layer=False)
     tokens = data()[0]
@@ -140,8 +136,6 @@ def test_bidirectional_attention():
 
 @on_ranks(2)
 def test_what_is_refused():
-    from onepass.integrations.transformers import register_ring
-
     register_ring()
     tokens = shard_sequence(data()[0], 1)
     positions = shard_sequence(torch.arange(LENGTH), 0)[None].expand(BATCH, -1)
@@ -170,8 +164,6 @@ def test_what_is_refused():
 
 
 def test_an_unknown_layout_is_refused():
-    from onepass.integrations.transformers import register_ring
-
     with pytest.raises(ValueError, match="layout must be 'zigzag' or 'contiguous', got 'striped'"):
         register_ring(layout="striped")
 
@@ -180,8 +172,6 @@ def test_an_unknown_layout_is_refused():
 def test_inside_torchs_context_parallel():
     """torch shards as "zigzag" does; its own F.scaled_dot_product_attention is unused."""
     from torch.distributed.tensor.experimental import context_parallel
-
-    from onepass.integrations.transformers import register_ring
 
     model = build("llama")
     reference, base = (in_one_process("llama", of) for of in (torch.float64, torch.float32))

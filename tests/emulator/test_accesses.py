@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -38,68 +39,32 @@ class Loop:
     settings: dict[str, int] = field(default_factory=dict)
 
 
-def of_norm(rms: bool, rows: int, cols: int, dtype) -> Callable:
-    def run():
-        case = norm.make(rms, rows, cols, dtype, residual=True)
-        norm.outputs_and_gradients(case.ours, case)
-
-    return run
+def of_norm(rms: bool, rows: int, cols: int, dtype) -> None:
+    case = norm.make(rms, rows, cols, dtype, residual=True)
+    norm.outputs_and_gradients(case.ours, case)
 
 
-def of_modulated_norm() -> None:
-    case = forms.make("gated", (2, 8, 1024), BF16)
+def of_form(form: str, size: tuple[int, ...]) -> None:
+    case = forms.make(form, size, BF16)
     forms.results(case.ours, case)
 
 
-def of_branch() -> None:
-    case = forms.make("add", (3, 16, 1024), BF16)
-    forms.results(case.ours, case)
+def of_family(family, *arguments, **options) -> None:
+    case = family.make(*arguments, **options)
+    family.results(case.ours, case)
 
 
-def of_gate(dtype) -> Callable:
-    def run():
-        case = gate.make(8, 2048, dtype)
-        gate.results(case.ours, case)
-
-    return run
+def of_image(last: bool) -> None:
+    of_family(group_norm, (2, 64, 16, 16), 4, BF16, last=last)
 
 
-def of_loss(dtype, cols: int) -> Callable:
-    def run():
-        case = loss.make(8, cols, dtype)
-        loss.results(case.ours, case)
-
-    return run
+def of_rotary(**fields) -> None:
+    rotary.check(rotary.Case(dtype=BF16, head_dim=128, tokens=8, heads=4, key_heads=4, **fields))
 
 
-def of_rotary(**fields) -> Callable:
-    def run():
-        case = rotary.Case(dtype=BF16, head_dim=128, tokens=8, heads=4, key_heads=4, **fields)
-        rotary.check(case)
-
-    return run
-
-
-def of_group_norm(last: bool) -> Callable:
-    def run():
-        case = group_norm.make((2, 64, 16, 16), 4, BF16, last=last)
-        group_norm.results(case.ours, case)
-
-    return run
-
-
-def of_step(*mix, **options) -> Callable:
-    def run():
-        optimizer.on_cpu(
-            optimizer.Step(
-                optimizer.ADAM,
-                [optimizer.make(2 * optimizer.PIECE, *mix)],
-                optimizer.hyper({}),
-                **options,
-            )
-        )
-
-    return run
+def of_step(*mix) -> None:
+    tensors = [optimizer.make(2 * optimizer.PIECE, *mix)]
+    optimizer.on_cpu(optimizer.Step(optimizer.ADAM, tensors, optimizer.hyper({})))
 
 
 def clip() -> None:
@@ -107,20 +72,18 @@ def clip() -> None:
     torch.ops.onepass.clip_grad_norm(gradients, 1.0, 2.0, False)
 
 
-def of_attention(**fields) -> Callable:
-    case = attention.Case(**dict(batch=1, heads=1, seq_q=256, seq_k=256) | fields)
-    return lambda: attention.ours(case)
+def of_attention(**fields) -> None:
+    attention.ours(attention.Case(**dict(batch=1, heads=1, seq_q=256, seq_k=256) | fields))
 
 
-def of_bias(dtype) -> Callable:
+def of_bias(dtype) -> None:
     """A bias for each query, and one for all queries, whose gradient is added up in parts."""
-    sizes = dict(dtype=dtype, head_dim=64, batch=2, sinks=F32)
-    runs = [of_attention(bias=bias, **sizes) for bias in ("q", "h")]
-    return lambda: [run() for run in runs]
+    for bias in ("q", "h"):
+        of_attention(bias=bias, dtype=dtype, head_dim=64, batch=2, sinks=F32)
 
 
-def of_decode(**fields) -> Callable:
-    return lambda: decode.ours(decode.Case(**dict(lengths=(512,)) | fields))
+def of_decode(**fields) -> None:
+    decode.ours(decode.Case(**dict(lengths=(512,)) | fields))
 
 
 NORM = ("norm/forward.cu", "norm/backward.cu")
@@ -155,25 +118,25 @@ TILED = DELTA | best(
 # Blocks write what they have, four columns to a lane, an element at a time. Once for each row.
 JOIN_WRITES = 3.67
 LOOPS = {
-    "rms norm, bf16": Loop(of_norm(True, 8, 1024, BF16), NORM, {
+    "rms norm, bf16": Loop(partial(of_norm, True, 8, 1024, BF16), NORM, {
         **best("norm_forward_kernel", "norm_backward_reduce_kernel"),
         "norm_backward_kernel": reads(1.0, writes=FEW_SUMS),
     }),
-    "layer norm, bf16": Loop(of_norm(False, 8, 1024, BF16), NORM, {
+    "layer norm, bf16": Loop(partial(of_norm, False, 8, 1024, BF16), NORM, {
         **best("norm_forward_kernel", "norm_backward_reduce_kernel"),
         "norm_backward_kernel": reads(1.0, writes=MORE_SUMS),
     }),
-    "layer norm, f32": Loop(of_norm(False, 8, 1024, F32), NORM, {
+    "layer norm, f32": Loop(partial(of_norm, False, 8, 1024, F32), NORM, {
         **best("norm_backward_reduce_kernel"),
         "norm_forward_kernel": reads(PACKS_OF_FLOATS, writes=1.99),  # and the statistics
         "norm_backward_kernel": reads(PACKS_OF_FLOATS, writes=PACKS_OF_FLOATS),
     }),
-    "layer norm, long, bf16": Loop(of_norm(False, 2, 16640, BF16), NORM, {
+    "layer norm, long, bf16": Loop(partial(of_norm, False, 2, 16640, BF16), NORM, {
         **best("norm_forward_long_kernel", "norm_backward_means_kernel"),
         **best("norm_backward_reduce_kernel"),
         "norm_backward_columns_kernel": reads(1.0, writes=1.67),  # of two rows: mostly sums
     }),
-    "modulated norm, bf16": Loop(of_modulated_norm, NORM, {
+    "modulated norm, bf16": Loop(partial(of_form, "gated", (2, 8, 1024)), NORM, {
         **best("norm_forward_kernel", "norm_backward_reduce_kernel"),
         "norm_backward_kernel": reads(1.0, writes=1.6),  # eight rows to a sum
     }),
@@ -181,65 +144,66 @@ LOOPS = {
         lambda: functional.dropout(torch.randn(8192).to(BF16), 0.3), ("dropout.cu",),
         best("dropout_forward_kernel"),
     ),
-    "branch, bf16": Loop(of_branch, ("dropout.cu",), {
+    "branch, bf16": Loop(partial(of_form, "add", (3, 16, 1024)), ("dropout.cu",), {
         **best("branch_forward_kernel", "branch_backward_reduce_kernel"),
         "branch_backward_kernel": reads(1.0, writes=1.5),  # a sum of few rows
     }),
     "gate, bf16": Loop(
-        of_gate(BF16), ("gate.cu",), best("gate_forward_kernel", "gate_backward_kernel")
+        partial(of_family, gate, 8, 2048, BF16), ("gate.cu",),
+        best("gate_forward_kernel", "gate_backward_kernel"),
     ),
-    "loss, bf16": Loop(of_loss(BF16, 1024), ("loss.cu",), {
+    "loss, bf16": Loop(partial(of_family, loss, 8, 1024, BF16), ("loss.cu",), {
         **best("loss_forward_kernel", "loss_backward_kernel", "loss_reduce_kernel"),
     }),
-    "loss, f32": Loop(of_loss(F32, 1024), ("loss.cu",), {
+    "loss, f32": Loop(partial(of_family, loss, 8, 1024, F32), ("loss.cu",), {
         **best("loss_reduce_kernel"),
         "loss_forward_kernel": reads(1.98),  # packs of floats, and a target of each row
         "loss_backward_kernel": reads(1.95, writes=PACKS_OF_FLOATS),
     }),
-    "rotary, halves": Loop(of_rotary(), ROTARY, best("rotary_forward_kernel")),
+    "rotary, halves": Loop(of_rotary, ROTARY, best("rotary_forward_kernel")),
     "rotary, interleaved": Loop(
-        of_rotary(interleaved=True), ROTARY, best("rotary_forward_kernel")
+        partial(of_rotary, interleaved=True), ROTARY, best("rotary_forward_kernel")
     ),
-    "rotary, normed": Loop(of_rotary(norms=("query", "key")), ROTARY, {
+    "rotary, normed": Loop(partial(of_rotary, norms=("query", "key")), ROTARY, {
         **best("rotary_normed_forward_kernel", "rotary_backward_reduce_kernel"),
         "rotary_backward_kernel": reads(1.0, writes=1.11),  # sums of each column
     }),
-    "group norm": Loop(of_group_norm(False), GROUP_NORM, GROUP_NORM_BEST | {
+    "group norm": Loop(partial(of_image, False), GROUP_NORM, GROUP_NORM_BEST | {
         **best("group_norm_moments_kernel", "group_norm_sums_kernel"),
         **best("group_norm_forward_kernel", "group_norm_backward_kernel"),
     }),
     # Before its pixels, a thread reads the weight and bias of its channels, and after them writes
     # their sums, an element at a time of eight neighbours: 16 x 16 pixels are few beside that.
-    "group norm, channels last": Loop(of_group_norm(True), GROUP_NORM, GROUP_NORM_BEST | {
+    "group norm, channels last": Loop(partial(of_image, True), GROUP_NORM, GROUP_NORM_BEST | {
         "group_norm_pixel_moments_kernel": reads(1.0, writes=8.0),
         "group_norm_pixel_sums_kernel": reads(1.75, writes=8.0),
         "group_norm_pixel_forward_kernel": reads(2.0),
         "group_norm_pixel_backward_kernel": reads(1.6),
     }),
     # Packs of floats throughout, in bfloat16 one access, of codes one of 8 bytes.
-    "adam, f32": Loop(of_step(F32), optimizer.KERNELS, {
+    "adam, f32": Loop(partial(of_step, F32), optimizer.KERNELS, {
         "optimizer_step_kernel": reads(1.99, writes=2.0),
     }),
-    "adam, bf16 and f32": Loop(of_step(BF16, BF16, F32, F32), optimizer.KERNELS, {
+    "adam, bf16 and f32": Loop(partial(of_step, BF16, BF16, F32, F32), optimizer.KERNELS, {
         "optimizer_step_kernel": reads(1.85, writes=1.86),
     }),
-    "adam, int8": Loop(of_step(BF16, BF16, optimizer.INT8, F32), optimizer.KERNELS, {
+    "adam, int8": Loop(partial(of_step, BF16, BF16, optimizer.INT8, F32), optimizer.KERNELS, {
         "optimizer_step_kernel": reads(1.48, writes=1.48),
     }),
     "clipping": Loop(clip, optimizer.KERNELS, {  # one tensor of float32, one of bfloat16
         "gradient_norm_kernel": reads(1.67),
         "scale_gradients_kernel": reads(1.66, writes=1.67),
     }),
-    "attention, 128": Loop(of_attention(dtype=BF16, head_dim=128), TILED_KERNELS, TILED),
-    "attention, 64": Loop(of_attention(dtype=BF16, head_dim=64), TILED_KERNELS, TILED),
-    "attention, 256": Loop(of_attention(dtype=BF16, head_dim=256), TILED_KERNELS, TILED),
+    "attention, 128": Loop(partial(of_attention, dtype=BF16, head_dim=128), TILED_KERNELS, TILED),
+    "attention, 64": Loop(partial(of_attention, dtype=BF16, head_dim=64), TILED_KERNELS, TILED),
+    "attention, 256": Loop(partial(of_attention, dtype=BF16, head_dim=256), TILED_KERNELS, TILED),
     # Where a reduction adds one number, the sums of dQ lie otherwise.
     "attention, 128, before the H100": Loop(
-        of_attention(dtype=BF16, head_dim=128), TILED_KERNELS, TILED, dict(capability=86)
+        partial(of_attention, dtype=BF16, head_dim=128), TILED_KERNELS, TILED, dict(capability=86)
     ),
     # A warp reads and writes eight rows of a bias at once, 16 bytes of each: halves of sectors, as
     # fragments are.
-    "attention, bias": Loop(of_bias(BF16), TILED_KERNELS, TILED | {
+    "attention, bias": Loop(partial(of_bias, BF16), TILED_KERNELS, TILED | {
         **best("attention_dbias_sums_kernel", "attention_sums_kernel"),
         "attention_backward_kernel": reads(1.24),
         "attention_dbias_kernel": reads(1.14, writes=1.97),
@@ -247,13 +211,14 @@ LOOPS = {
     }),
     # A thread writes its scores an element at a time, two rows of a warp to the same banks; they
     # are read eight times as often, without conflicts.
-    "attention, f32": Loop(of_attention(dtype=F32), KERNELS, DELTA | {
+    "attention, f32": Loop(partial(of_attention, dtype=F32), KERNELS, DELTA | {
         "attention_forward_plain_kernel": (1.0, 1.25, 1.0, 1.0),
         "attention_backward_plain_kernel": (1.0, 1.25, 1.0, 1.0),
         "attention_dquery_plain_kernel": (1.0, 1.17, 1.0, 1.0),
     }),
     # Terms of scores go through shared memory as well, by the same banks.
-    "attention, bias, f32": Loop(of_attention(dtype=F32, batch=2, bias="q"), KERNELS, DELTA | {
+    "attention, bias, f32": Loop(
+        partial(of_attention, dtype=F32, batch=2, bias="q"), KERNELS, DELTA | {
         "attention_forward_plain_kernel": (1.03, 1.5, 1.0, 1.0),
         "attention_backward_plain_kernel": (1.0, 1.25, 1.0, 1.0),
         "attention_dquery_plain_kernel": (1.0, 1.17, 1.0, 1.0),
@@ -261,7 +226,7 @@ LOOPS = {
     }),
     # As tensor cores give them, a lane has two neighbours of one row: four of eight columns are two
     # accesses that share sectors.
-    "attention, tf32": Loop(of_attention(dtype=F32, tf32=True), KERNELS, DELTA | {
+    "attention, tf32": Loop(partial(of_attention, dtype=F32, tf32=True), KERNELS, DELTA | {
         "attention_forward_plain_kernel": (1.0, 1.06, 1.0, 1.97),
         "attention_backward_plain_kernel": (1.0, 1.25, 1.0, 2.0),
         "attention_dquery_plain_kernel": (1.0, 1.17, 1.0, 2.0),
@@ -270,23 +235,23 @@ LOOPS = {
     # before it, and the warps' values after it in the order of the products: for a chunk of 512
     # keys that is little where a warp has one query, and a third of everything where it has 16.
     "decode, bf16": Loop(
-        of_decode(dtype=BF16, head_dim=128, kv_heads=4), DECODE_KERNELS, {
+        partial(of_decode, dtype=BF16, head_dim=128, kv_heads=4), DECODE_KERNELS, {
         "attention_decode_kernel": (1.0, 1.1, 1.03, 1.0),
         "attention_decode_join_kernel": reads(1.01, writes=JOIN_WRITES),
     }),
     "decode, more new rows than are a tile": Loop(
-        of_decode(dtype=BF16, head_dim=128, heads=4, kv_heads=4, seq_q=32, new_rows=32),
+        partial(of_decode, dtype=BF16, head_dim=128, heads=4, kv_heads=4, seq_q=32, new_rows=32),
         DECODE_KERNELS, {
         **best("attention_decode_append_kernel"),
         "attention_decode_kernel": (1.0, 2.02, 1.48, 1.0),
         "attention_decode_join_kernel": reads(1.04, writes=JOIN_WRITES),
     }),
     "decode, grouped": Loop(
-        of_decode(dtype=BF16, head_dim=128, heads=16, kv_heads=1), DECODE_KERNELS, {
+        partial(of_decode, dtype=BF16, head_dim=128, heads=16, kv_heads=1), DECODE_KERNELS, {
         "attention_decode_kernel": (1.0, 1.95, 1.41, 1.0),
         "attention_decode_join_kernel": reads(1.05, writes=JOIN_WRITES),
     }),
-    "decode, f32": Loop(of_decode(dtype=F32, head_dim=128), DECODE_KERNELS, {
+    "decode, f32": Loop(partial(of_decode, dtype=F32, head_dim=128), DECODE_KERNELS, {
         "attention_decode_kernel": (1.0, 1.05, 1.05, 1.0),
         "attention_decode_join_kernel": reads(1.02, writes=3.82),
     }),

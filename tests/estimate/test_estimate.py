@@ -74,6 +74,7 @@ def test_a_tiny_model_is_near_what_is_measured(name, swap, checkpointing):
 
 @pytest.mark.parametrize("mode", ["autocast", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.grid
 def test_in_other_dtypes(name, mode):
     check_near(name, True, swap=True, **MODES[mode])
 

@@ -113,8 +113,8 @@ def test_bfloat16(generate, capsys, monkeypatch):
         (["--prompt", "x" * 17], "32 positions and --tokens takes 16, got 17"),
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--seconds", "nan"], "--seconds must be at least 0, got nan"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--seconds", "nan"], "--seconds must be at least 0, got nan"),
     ],
 )
 def test_bad_input(generate, capsys, flags, message):

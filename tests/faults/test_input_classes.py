@@ -152,8 +152,6 @@ def raw_schemas():
     return [s for s in schemas if s.name.removeprefix("onepass::") not in TRACED]
 
 
-# ---- the tests -----------------------------------------------------------------------------------
-
 KINDS = {cls.name: cls for cls in CLASSES}
 
 

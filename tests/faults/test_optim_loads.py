@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -50,17 +51,11 @@ def check_next_steps(optimizer, name):
 
 
 def put(key, value):
-    def change(checkpoint):
-        checkpoint["state"][1][key] = value
-
-    return change
+    return lambda checkpoint: checkpoint["state"][1].update({key: value})
 
 
 def setting(key, value):
-    def change(checkpoint):
-        checkpoint["param_groups"][0][key] = value
-
-    return change
+    return lambda checkpoint: checkpoint["param_groups"][0].update({key: value})
 
 
 def drop(checkpoint):
@@ -107,13 +102,10 @@ def cases(name):
         (TypeError, f"{moment} of parameter 1 must be a tensor, got 'abc'", put(moment, "abc")),
         (TypeError, f"{moment} of parameter 1 must be a tensor", put(moment, [1.0])),
         (ValueError, f"{moment} of parameter 1 must have shape", put(moment, torch.zeros(3))),
-        (
-            ValueError,
-            f"{moment} of parameter 1 must have dtype .*complex",
-            put(moment, torch.zeros(SHAPES[1], dtype=torch.complex64)),
-        ),
+        (ValueError, f"{moment} of parameter 1 must have dtype .*complex",
+         put(moment, torch.zeros(SHAPES[1], dtype=torch.complex64))),
         *SETTINGS,
-    ]
+    ]  # fmt: skip
     if name in WITH_STEP:
         found += STEPS
     if name in ("AdamW", "Adam"):
@@ -153,13 +145,9 @@ def test_a_refused_checkpoint_changes_nothing(name):
 @names
 def test_other_checkpoints_than_dicts(name):
     optimizer = trained(name)
-    whole = optimizer.state_dict()
-    for checkpoint in (None, [], {}, {"state": {}}, {"param_groups": whole["param_groups"]}):
-        refused(
-            optimizer,
-            lambda c=checkpoint: optimizer.load_state_dict(c),
-            (AttributeError, KeyError, TypeError),
-        )
+    groups, errors = optimizer.state_dict()["param_groups"], (AttributeError, KeyError, TypeError)
+    for checkpoint in (None, [], {}, {"state": {}}, {"param_groups": groups}):
+        refused(optimizer, lambda c=checkpoint: optimizer.load_state_dict(c), errors)
 
 
 @names
@@ -253,9 +241,8 @@ def test_a_refused_group_is_as_it_was(name):
         refused(optimizer, lambda g=group: optimizer.add_param_group(g), error)
         assert group.keys() == before.keys() and group["params"] is params
     for wrong in (None, [leaf]):
-        refused(
-            optimizer, lambda w=wrong: optimizer.add_param_group(w), TypeError, "must be a dict"
-        )
+        add = functools.partial(optimizer.add_param_group, wrong)
+        refused(optimizer, add, TypeError, "must be a dict")
     refused(optimizer, lambda: optimizer.add_param_group({"lr": 0.5}), KeyError, "params")
     check_next_steps(optimizer, name)
     optimizer.add_param_group({"params": iter([leaf]), "lr": 0.5})

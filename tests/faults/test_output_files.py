@@ -76,9 +76,6 @@ def test_pipes_are_written_as_they_are(tmp_path):
     os.close(reader)
 
 
-# ---- the commands --------------------------------------------------------------------------------
-
-
 def commands(monkeypatch, begin):
     """Commands whose work is `begin()` and results of LARGE bytes."""
     text = "x" * LARGE

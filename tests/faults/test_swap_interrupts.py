@@ -174,52 +174,16 @@ def test_every_kind_of_edit_is_among_them(torchs_products):
     }  # fmt: skip
 
 
-class Refuses(nn.LayerNorm):
-    """Its class may not be set while `stubborn` says so."""
-
-    stubborn = False
-
-    def __setattr__(self, name, value):
-        if name == "__class__" and Refuses.stubborn:
-            raise MemoryError("no room for another class")
-        super().__setattr__(name, value)
-
-
-def row() -> nn.Module:
-    return nn.Sequential(*(Refuses(4) for _ in range(4)), nn.Dropout(0.1))
-
-
-@pytest.mark.parametrize("nth", range(4))
-@pytest.mark.parametrize("call", ["swap", "unswap", "swapped"])
-def test_a_module_that_refuses_its_class(monkeypatch, call, nth):
-    whole = row()
-    if call == "unswap":
-        onepass.swap(whole)
-    before = state(whole)
-    setattr_of = Refuses.__setattr__
-
-    def refuse(self, name, value):
-        monkeypatch.setattr(Refuses, "stubborn", self is whole[nth])
-        setattr_of(self, name, value)
-
-    monkeypatch.setattr(Refuses, "__setattr__", refuse)
-    with pytest.raises(MemoryError, match="no room"):
-        {"swap": onepass.swap, "unswap": onepass.unswap, "swapped": enter_and_leave}[call](whole)
-    assert state(whole) == before
-
-
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, ValueError])
 def test_a_filter_that_raises_at_the_nth_module(error):
     asked = []
     onepass.swap(model(), filter_fn=lambda module, name: asked.append(name), probe=False)
-    for nth in range(len(asked)):
-        whole, left = model(), nth
+    for last in asked:
+        whole = model()
         before = state(whole)
 
-        def filter_fn(module, name):
-            nonlocal left
-            left -= 1
-            if left < 0:
+        def filter_fn(module, name, last=last):
+            if name == last:
                 raise error("at the filter")
             return True
 

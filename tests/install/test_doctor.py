@@ -33,18 +33,15 @@ def test_everything_in_order(capsys):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_lines_are_folded_in_a_terminal_alone(capsys, monkeypatch, terminal):
     monkeypatch.setenv("COLUMNS", "80")
-    value, fix = "loaded from a folder " * 6, "pip install --force-reinstall --no-deps onepass"
-    found = [doctor.Line("libonepass_cpu.so", value.strip(), False, fix)]
+    value = "loaded from a folder " * 6
+    found = [doctor.Line("libonepass_cpu.so", value.strip(), False, "reinstall")]
     monkeypatch.setattr(doctor, "findings", lambda: iter(found))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert doctor.main(argparse.Namespace(json=False)) == 1
     lines = capsys.readouterr().out.splitlines()
-    if terminal:
-        assert max(map(len, lines)) <= 80 and len(lines) == 5
-        assert all(line.startswith(" " * 24) for line in lines[1:4])
-        assert " ".join("".join(lines[:3]).split()).endswith(value.strip())
-    else:
-        assert lines[0].endswith(value.strip()) and lines[1].endswith(f"fix: {fix}")
+    assert (max(map(len, lines)) <= 80) is terminal
+    said = " ".join(" ".join(lines).split())
+    assert value.strip() in said and "fix: reinstall" in said
 
 
 def test_json_names_levels_and_switches(capsys, monkeypatch):

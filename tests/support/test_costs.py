@@ -60,10 +60,9 @@ def test_more_than_a_budget_is_told(tmp_path):
 
 
 def test_three_budgets_fail_a_run(tmp_path):
-    done = run(tmp_path, 0.5, {"test_busy.py": 0.1}, "-m", costs.QUICK)
-    assert "FAILED: test_busy.py" in done.stdout and done.returncode == 1
-    done = run(tmp_path, 0.1, {}, "-m", costs.QUICK)
-    assert "FAILED: test_busy.py" in done.stdout and done.returncode == 1
+    for usual, budgets in ((0.5, {"test_busy.py": 0.1}), (0.1, {})):
+        done = run(tmp_path, usual, budgets, "-m", costs.QUICK)
+        assert "FAILED: test_busy.py" in done.stdout and done.returncode == 1
     done = run(tmp_path, 0.5, {"test_busy.py": 0.1})
     assert done.returncode == 0 and "budget" not in done.stdout  # slow: no budgets
 

@@ -14,9 +14,6 @@ BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 5, 7, 8
 PAGES, PAGE = 6, 4
 
 
-# ---- attention -----------------------------------------------------------------------------------
-
-
 def _dense():
     return {
         "query": randn(BATCH, HEADS, ROWS, DIM),
@@ -139,9 +136,6 @@ def _attention():
 
     name, of = "functional.merge_attention_states", {"differentiable": True, "composed": True}
     yield Call(name, merge_tensors, merge, **of)
-
-
-# ---- decoding ------------------------------------------------------------------------------------
 
 
 def _decoding():

@@ -15,8 +15,6 @@ BATCH, ROWS = 2, 5
 LAYOUT_COLUMNS, STEP_COLUMN, MOMENT_COLUMN = (LAYOUT[k] for k in ("columns", "step", "moments"))
 
 
-# ---- modules -------------------------------------------------------------------------------------
-
 MODULES = {}  # makes each from a namespace, onepass.nn or torch.nn; filled by calls()
 
 
@@ -107,9 +105,6 @@ def _modules():
         two,
         **products,
     )
-
-
-# ---- optimizers ----------------------------------------------------------------------------------
 
 
 def _optimizers():

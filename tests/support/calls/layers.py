@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from onepass import functional
 from tests.support.calls.call import F32, RAW, Call, flat, randn, raw, sixteenths
 
-# ---- norms and dropout ---------------------------------------------------------------------------
-
 
 def _norms():
     def plain():
@@ -188,9 +186,6 @@ def _dropouts():
     yield from raw("dropout_forward", seeded, optional=("residual",), p=0.4)
 
 
-# ---- causal convolution --------------------------------------------------------------------------
-
-
 def _causal_convolutions():
     def plain():
         return {"x": randn(2, 6, 9), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2)}
@@ -222,9 +217,6 @@ def _causal_convolutions():
         yield from raw("causal_conv1d_backward", upstream, text, grad_mask=15, **options)
 
 
-# ---- group norm ----------------------------------------------------------------------------------
-
-
 def _group_norms():
     def plain():
         return {"input": randn(2, 8, 5, 6), "weight": randn(8), "bias": randn(8, seed=1)}
@@ -250,9 +242,6 @@ def _group_norms():
         return {"doutput": randn(2, 8, 5, 6, seed=2)} | own
 
     yield from raw("group_norm_backward", upstream, grad_mask=7, **options)
-
-
-# ---- gated activations ---------------------------------------------------------------------------
 
 
 def _gates():
@@ -287,9 +276,6 @@ def _gates():
     options = {"activation_kind": 3, "gate_last": False}
     yield from raw("gate_forward", two, optional=("up",), **options)
     yield from raw("gate_backward", upstream, grad_mask=3, **options)
-
-
-# ---- linear --------------------------------------------------------------------------------------
 
 
 def _linear():
