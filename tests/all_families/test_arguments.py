@@ -1,8 +1,6 @@
 """One bad argument at a time, for every public function: the error is of the type that torch's
 function raises for it, where torch has one, and names the argument."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

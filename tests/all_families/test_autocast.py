@@ -1,7 +1,5 @@
 """Dtypes under autocast: of results torch's, of gradients those of what they belong to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """torch's activation checkpointing: both kinds over every operator; `onepass.sac_ops` with the
 selective one, where kept operators do not run twice."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Every operator under torch.compile and torch.export: with dynamic shapes, and with gradients."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

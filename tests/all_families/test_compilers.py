@@ -1,7 +1,5 @@
 """Packages of AOTInductor and compiled autograd, of swapped models; names in a profile."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

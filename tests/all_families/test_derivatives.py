@@ -1,7 +1,5 @@
 """Derivatives of every operator: against difference quotients, of one argument, of any order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck

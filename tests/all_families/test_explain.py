@@ -1,7 +1,5 @@
 """`explain` and the dispatch log: they print the plans that ran."""
 
-from __future__ import annotations
-
 import json
 import os
 

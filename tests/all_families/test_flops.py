@@ -1,7 +1,5 @@
 """Operations that torch's flop counter counts for onepass's operators."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Forward-mode differentiation of every operator: tangents of the definition, of any order."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

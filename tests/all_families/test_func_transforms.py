@@ -1,8 +1,6 @@
 """torch.func over the operators (vmap, grad, jacrev, hessian) and batched gradients: what plain
 calls give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._ops import OpOverload

@@ -1,8 +1,6 @@
 """What torch promises of writes in place, for every function and module that writes into its
 arguments: leaves are refused untouched, and values saved for a gradient are not lost unnoticed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """What every operator promises of memory: arguments in any layout give the bits of dense ones,
 nothing around them is read or written, and results are tensors of their own, without gaps."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The tests marked isa, run again in processes at a lower CPU level."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

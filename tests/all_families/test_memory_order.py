@@ -1,7 +1,5 @@
 """The memory order of elementwise functions, forward and backward: stock's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Errors of wrong shapes and dtypes: the same sentence with data, without, and compiled."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules: those that torch has are torch's, and copies of each compute the same."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

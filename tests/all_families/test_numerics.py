@@ -1,7 +1,5 @@
 """The numerics rule itself: results that it accepts, and results that it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The questions that a step asks of hundreds of objects: `onepass._C`."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

@@ -1,8 +1,6 @@
 """torch.library.opcheck of the raw operators, with the arguments that calls and their backwards
 hand them: schemas, fakes, and what AOT dispatch makes of both."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest

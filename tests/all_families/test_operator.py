@@ -1,8 +1,6 @@
 """Declarations of operators: `onepass._ops.operator` and `onepass._ops.autograd`. What they make is
 tested with each family."""
 
-from __future__ import annotations
-
 import traceback
 
 import pytest

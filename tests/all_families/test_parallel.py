@@ -1,8 +1,6 @@
 """Threads: no bit depends on their number, and two share each operator's work, as its plan says,
 where there is enough for both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The frozen random stream: known answers, and its layout over elements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

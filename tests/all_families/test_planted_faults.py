@@ -1,7 +1,5 @@
 """The suite itself: a small operator passes its tests, and with one planted fault it fails."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """`requires_grad` of each of several results: true, as with torch's operators, only of those that
 depend on what is trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

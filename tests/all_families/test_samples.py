@@ -1,7 +1,5 @@
 """Results and gradients of a sample have the same bits whatever the rest of its batch is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

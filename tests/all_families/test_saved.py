@@ -1,7 +1,5 @@
 """What a call keeps for its backward: arguments, results, and few numbers of each row, no mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """torch.jit.trace and script, torch.export and the ONNX exporters, on programs that use onepass."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

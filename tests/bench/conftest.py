@@ -1,7 +1,5 @@
 """Stand-ins for programs of NVIDIA's that a machine without a device lacks."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

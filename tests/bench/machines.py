@@ -1,8 +1,6 @@
 """A machine that is not here, as `make gpu-report` describes it, stand-ins for programs, and the
 report's own modules."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`onepass bench attention`: useful operations, ceilings, goals, the arguments of each variant."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

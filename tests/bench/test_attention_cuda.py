@@ -1,7 +1,5 @@
 """`onepass bench attention decode --device cuda`, as far as it goes without a device."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

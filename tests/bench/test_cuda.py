@@ -1,7 +1,5 @@
 """`onepass bench --device cuda`, as far as it goes without a device."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

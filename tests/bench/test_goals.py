@@ -1,7 +1,5 @@
 """`onepass bench --goals`: the project's own goals, other files, and the table."""
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -1,7 +1,5 @@
 """The archive that `make gpu-report` leaves."""
 
-from __future__ import annotations
-
 import io
 import random
 import tarfile

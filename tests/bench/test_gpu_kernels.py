@@ -1,7 +1,5 @@
 """The ceilings, split and profile of the report, with stand-ins for device and Nsight Compute."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The machine of `make gpu-report`: what is found on it, with stand-ins for what is not here."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.bench.machines import FACTS, program

@@ -1,7 +1,5 @@
 """The plan of `make gpu-report` and its verdicts, as far as they go without a device."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The command `make gpu-report`, as far as it goes without a device, and its rehearsal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

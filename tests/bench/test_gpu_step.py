@@ -1,7 +1,5 @@
 """Running the steps of `make gpu-report`: limits, budgets, several at once, and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

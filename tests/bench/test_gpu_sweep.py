@@ -1,7 +1,5 @@
 """The sweep of tiles: the tables that it makes, and its verdicts on programs that stand in."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The table of `make gpu-report`, from figures that `onepass bench` and `compare` write."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib
 import json

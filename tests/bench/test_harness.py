@@ -1,7 +1,5 @@
 """`onepass bench`: statistics, interleaving, the check, the flags. No time is ever asserted."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """The picture of `onepass bench`: drawn from the output of --json, and from every kept result."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clock and power of a device, from a stand-in for nvidia-smi, and figures that are streamed."""
 
-from __future__ import annotations
-
 import json
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """benchmarks/sweep.py: architectures of other libraries, each swapped and judged."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import subprocess

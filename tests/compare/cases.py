@@ -1,7 +1,5 @@
 """Settings, tokens, a clock, and commands in this process, for tests of the tools."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

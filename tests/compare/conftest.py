@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from onepass.tools.data import load_text

@@ -1,7 +1,5 @@
 """Models that the tests name by --model, also for other processes."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A result of `onepass compare` that nothing was run for: to look at tables and pictures."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """Where the time of a watched step goes, by a clock that advances where a test says so."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """`onepass compare --generate`: inference of a user's model."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tables of `onepass compare` at any width, and its picture with words of any length."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

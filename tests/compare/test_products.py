@@ -1,7 +1,5 @@
 """Linear layers in `onepass compare`: their time, operations and speed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

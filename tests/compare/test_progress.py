@@ -1,7 +1,5 @@
 """The progress of a run: the time left, on a terminal and off it."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

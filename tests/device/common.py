@@ -4,8 +4,6 @@ ONEPASS_TEST_DEVICE=cpu runs their bodies on the CPU, to try them where there is
 tests that need streams, graphs or a second device are left out there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

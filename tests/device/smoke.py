@@ -7,8 +7,6 @@ so that one fault is one line. `tests.support.resumed` also goes on after a call
 process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,8 +1,6 @@
 """Small calls of the public functions on a CUDA device: what torch makes of them, as
 tests/all_families has it on the CPU."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

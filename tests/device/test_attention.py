@@ -4,8 +4,6 @@ Options, layouts and extremes are tested by the executor "device", on copies of 
 definition in float64, and torch's function as the base of the numerics rule, run on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Options are tested by the executor "device", on copies of tensors. Rows that are
 NaN, and memory that must not be written is compared bit for bit.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

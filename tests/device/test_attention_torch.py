@@ -1,8 +1,6 @@
 """Attention on a CUDA device inside torch: streams, graphs, nothing that waits, compile, errors, a
 model, sizes beyond 32 bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Before it, nothing of onepass is loaded there: a kernel is loaded at its first l
 of shared memory is set then. Both must be legal in a capture.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

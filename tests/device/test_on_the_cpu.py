@@ -1,7 +1,5 @@
 """The device tests with the CPU in the place of the device: `make test-device` runs all of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Values, layouts and extremes on copies of CPU tensors are tested by the executor
 (tests/emulator/executors.py).
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """The operators on a CUDA device inside torch: streams, graphs, compile, errors, a model, sizes
 beyond 32 bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

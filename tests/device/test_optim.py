@@ -1,7 +1,5 @@
 """The optimizers on a CUDA device: bitwise the CPU's results, without waiting for the host."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

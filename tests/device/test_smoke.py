@@ -1,7 +1,5 @@
 """The smoke program: every instance on a device, and what it says of one that is wrong."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

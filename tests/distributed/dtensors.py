@@ -1,7 +1,5 @@
 """Parameters and gradients in every placement, on meshes of one and two dimensions."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

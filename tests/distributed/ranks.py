@@ -5,8 +5,6 @@ costs its collectives and not two imports of torch. They are forked from one pro
 imported torch and onepass.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import functools

@@ -1,8 +1,6 @@
 """Accelerate's `prepare` on two processes: replicated, and sharded by FSDP2, which replaces the
 optimizer's parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Checkpoints of torch.distributed.checkpoint: saved by some processes, loaded by others."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

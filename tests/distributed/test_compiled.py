@@ -1,8 +1,6 @@
 """`torch.compile(fullgraph=True)` of swapped models on several processes, and of every operator on
 DTensors."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Swapped models and our optimizers inside the other engines of torch.distributed."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

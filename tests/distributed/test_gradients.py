@@ -1,7 +1,5 @@
 """Special gradients on several processes: late, mixed, scaled, not finite, refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses whose classes are split between processes: one process's, and no logits are sent."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

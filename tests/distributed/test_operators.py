@@ -1,7 +1,5 @@
 """Every operator on DTensors: the values and gradients of whole tensors, and nothing gathered."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Optimizers on several processes: replicas, shards of FSDP2, norms over all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard

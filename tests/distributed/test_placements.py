@@ -1,7 +1,5 @@
 """Steps on gradients whose placements differ from their parameters', in all pairs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

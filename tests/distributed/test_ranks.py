@@ -1,7 +1,5 @@
 """The helper that runs functions on several processes: a failure is never a hang."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """onepass.distributed: a sequence on several processes, against the whole sequence on one."""
 
-from __future__ import annotations
-
 import functools
 import re
 from unittest import mock

@@ -1,7 +1,5 @@
 """Ring attention in models of transformers, and under torch's context_parallel."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

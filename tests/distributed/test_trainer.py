@@ -1,7 +1,5 @@
 """transformers' Trainer on two processes, which replicates the model before the callback swaps."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

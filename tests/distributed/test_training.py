@@ -1,7 +1,5 @@
 """A model trained on several processes with torch's AdamW and with ours."""
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """README.md and docs/: their code runs, their links work, and generated parts are current."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import functools

@@ -1,7 +1,5 @@
 """Builds and runs the programs of tests/cuda_emulator: the shipping .cu files without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -5,8 +5,6 @@ reads and of writes of global memory, divided by the least possible (csrc's kern
 tests/cuda_emulator/accesses.h). Where one is not 1, a comment says why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The emulator's own tests: planted faults are found, and correct kernels pass silently."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.emulator import emulated

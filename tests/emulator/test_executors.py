@@ -1,7 +1,5 @@
 """The executors' own tests: errors in the tests' library are reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models of common kinds, each tiny or at its real size, with a batch that gives a loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`onepass estimate` as a command: tables, JSON, picture, flags, bad input, the largest batch."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

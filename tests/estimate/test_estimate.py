@@ -1,7 +1,5 @@
 """`onepass.estimate`: against the allocator in a real step, and piece by piece."""
 
-from __future__ import annotations
-
 import gc
 import traceback
 

@@ -1,7 +1,5 @@
 """Steps of models with many equal layers, from models with a few: the same to the byte."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

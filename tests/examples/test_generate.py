@@ -1,7 +1,5 @@
 """examples/generate.py: stock and onepass write the same text, and a difference is noticed."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """examples/llama_lora.py: its models run, and the swapped ones are the same."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

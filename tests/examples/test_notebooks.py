@@ -1,7 +1,5 @@
 """All cells of the notebooks, at sizes that take a second; `make test-slow` runs them unchanged."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

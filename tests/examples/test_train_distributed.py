@@ -1,7 +1,5 @@
 """examples/train_distributed.py: the same run on any number of processes, with any --parallel."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

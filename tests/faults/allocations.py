@@ -4,8 +4,6 @@ A program, run with failing_allocations.cpp preloaded: `python -m tests.faults.a
 prints {case: {"allocations": how many, "complaints": [...]}} as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

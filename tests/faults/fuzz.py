@@ -9,8 +9,6 @@ and may not change its arguments either.
     python -m tests.faults.fuzz --seed 0 --only 17      # one of them, in this process
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

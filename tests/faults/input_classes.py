@@ -1,7 +1,5 @@
 """Every kind of tensor that a caller may pass, made from a plain one."""
 
-from __future__ import annotations
-
 import mmap
 import tempfile
 import warnings

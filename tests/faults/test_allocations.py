@@ -1,7 +1,5 @@
 """Out of memory at any allocation: an error, and nothing has changed; see allocations.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

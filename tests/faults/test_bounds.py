@@ -3,8 +3,6 @@
 Never an endless wait, and never wrong numbers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

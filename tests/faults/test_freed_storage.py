@@ -6,8 +6,6 @@ Nothing is read or written then.
 operators raise RuntimeError then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

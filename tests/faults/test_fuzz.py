@@ -1,7 +1,5 @@
 """The fuzzer's cases; fuzz.py says which results are right, and how to run one case again."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults import fuzz

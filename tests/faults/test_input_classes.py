@@ -2,8 +2,6 @@
 ordinary tensors, or the call is refused in our words and nothing was written. Tensors of torch.func
 and without data are in tests/all_families (test_func_transforms.py, test_messages.py)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ctrl-C at any bytecode of an optimizer's calls: each call is done completely or not at all."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

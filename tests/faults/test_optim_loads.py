@@ -1,7 +1,5 @@
 """Checkpoints and calls that an optimizer refuses: nothing has changed; the next steps agree."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Files that commands write: tried before the work, replaced as a whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import resource
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ The CPU library is built once more, with ONEPASS_SANITIZE, into build/sanitized.
 load it take the package from a folder of links.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

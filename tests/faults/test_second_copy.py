@@ -1,7 +1,5 @@
 """A package imported twice in one process: from one place it works, from two it raises."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ The last bytecode, the return of the outermost call, comes after the change: no 
 there, though the injection can do it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

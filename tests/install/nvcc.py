@@ -3,8 +3,6 @@
 cuobjdump and nvdisasm, which it calls, come with the tests (nvidia-cuda-*): nvcc alone lacks them.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import re

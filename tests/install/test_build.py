@@ -4,8 +4,6 @@ Reads the installed binaries, and the merged object of each CPU level in the bui
 binutils, as a packager would.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The architectures of a build: the requested ones, those of the devices, or all."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The compiled CUDA kernels: no registers are spilled, and loops of products use tensor cores."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """CUDA devices that are too old for the kernels are refused by name, wherever one is used."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`onepass doctor` on a sound installation, and its verdict on a wrong operator."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

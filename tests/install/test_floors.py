@@ -1,7 +1,5 @@
 """The lowest versions that pyproject.toml claims build onepass, and run its tools."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

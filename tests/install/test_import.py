@@ -1,7 +1,5 @@
 """The cost and side effects of `import onepass`, measured in separate processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 

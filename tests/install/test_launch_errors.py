@@ -4,8 +4,6 @@ And which kernels may start before the one before them has ended, and what a ker
 asks for.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Links for systems older than this one (build_backend/old_glibc.py): which versions a library then
 needs, and that it works here, exceptions included."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

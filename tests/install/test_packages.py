@@ -5,8 +5,6 @@ Each broken case imports a copy of the installed package with a part taken away,
 own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

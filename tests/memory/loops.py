@@ -8,8 +8,6 @@ Blocks are of 64 MiB, which malloc's defaults never keep: a fault per page, or (
 small for an aligned block of the same size.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

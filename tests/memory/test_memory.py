@@ -4,8 +4,6 @@ In separate processes (loops.py), at least one of which must show the claim: whe
 returned depends on the memory that the loader put after the heap, and on earlier allocations.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

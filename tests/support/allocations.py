@@ -1,7 +1,5 @@
 """The memory that a call takes from torch's allocator."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

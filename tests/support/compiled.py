@@ -6,8 +6,6 @@ sources and the headers of this project that they include. Processes of a parall
 the work: while one compiles a file, the others compile other files.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -7,8 +7,6 @@ one that takes OVER times as much fails the run. CPU time grows on a busy machin
 not sixfold: budgets are about twice what was measured.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 

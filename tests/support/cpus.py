@@ -8,8 +8,6 @@ the tests marked `machine`, of the files that name a fact of the machine (`FACTS
 `isa`, unless the vendor alone differs, of which no kernel knows.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Random tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

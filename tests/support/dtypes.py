@@ -1,7 +1,5 @@
 """Short names of torch's dtypes."""
 
-from __future__ import annotations
-
 import torch
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

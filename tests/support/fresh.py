@@ -5,8 +5,6 @@ They are forked from a process that has imported torch and nothing else, and oth
 need a new process instead.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -9,8 +9,6 @@ Each executor has a grid of its own; the emulator, which is slow, has that of `e
 test is marked so.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Tensors that end, or begin, where the process may not read: one element beyond is a fault."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 

@@ -5,8 +5,6 @@ trace counts bytecodes of the frames whose file is in one of the given folders; 
 elsewhere (torch, the standard library) is not counted.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

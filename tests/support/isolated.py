@@ -1,7 +1,5 @@
 """Calls that may crash: each in a forked child, whose exit is reported by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

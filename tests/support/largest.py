@@ -1,7 +1,5 @@
 """The largest tensor that the operators of a step return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

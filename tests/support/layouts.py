@@ -1,7 +1,5 @@
 """The values of a tensor in other layouts, inside memory that holds NaN everywhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Combinations of options, fewer than all."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The growth of a process's peak of resident memory in a step."""
 
-from __future__ import annotations
-
 from tests.support import fresh
 
 _MEASURE = """

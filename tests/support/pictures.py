@@ -1,7 +1,5 @@
 """Where the words of a drawn picture lie."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

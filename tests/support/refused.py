@@ -1,7 +1,5 @@
 """Calls with one wrong argument each, and the messages that they raise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Results of a call by name, against others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Seeds of torch's generators, and those that the operators draw from them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

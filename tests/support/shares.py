@@ -5,8 +5,6 @@ And the scheduling process, which goes through all assigned shares at every test
 shares and not ten thousand. Tests of one `xdist_group` stay together across files.
 """
 
-from __future__ import annotations
-
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 

@@ -1,7 +1,5 @@
 """`make sizes`: the lines of each part of the project, beside the most that it is to have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Bytes are counted, whichever library allocates them."""
 
-from __future__ import annotations
-
 import torch
 
 import onepass  # noqa: F401  (which registers the operators)

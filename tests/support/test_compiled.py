@@ -1,7 +1,5 @@
 """Compiled files are kept until a source changes, and several processes share the work."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A run reports its CPU seconds by file, child processes included, and keeps budgets."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

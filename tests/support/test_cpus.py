@@ -1,7 +1,5 @@
 """The CPUs that `make test-cpus` imitates look to onepass and torch as they should."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

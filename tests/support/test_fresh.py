@@ -1,7 +1,5 @@
 """Forked processes behave as `python -c`, and hold nothing of ours."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """The quick cases of an exhaustive grid have every value of every parameter."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

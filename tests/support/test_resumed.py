@@ -1,7 +1,5 @@
 """Runs of cases that a crash, a hang or a lost device do not end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

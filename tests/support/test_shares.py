@@ -1,7 +1,5 @@
 """Workers of a parallel run share the tests by files and groups, the longest first."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

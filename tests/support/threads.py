@@ -1,7 +1,5 @@
 """torch on one thread, for a part of a test."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

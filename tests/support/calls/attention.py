@@ -1,7 +1,5 @@
 """Attention and decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

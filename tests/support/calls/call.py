@@ -1,7 +1,5 @@
 """A call, and the tensors that calls are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

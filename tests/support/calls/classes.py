@@ -1,7 +1,5 @@
 """Modules and optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

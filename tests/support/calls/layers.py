@@ -1,7 +1,5 @@
 """Norms, dropout, gated activations and linear."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Cross entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Everything that a call computes, by name, for comparisons to the bit."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rotary embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 """Calls with the options that change a derivative, a saved tensor or a shape: for the tests of
 `all_families` that every family passes. The tests of faults run the calls without them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator
