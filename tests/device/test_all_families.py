@@ -5,10 +5,22 @@ import functools
 
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
+import onepass
 from tests.all_families import test_opcheck
-from tests.device.common import BF16, DEVICE, F16, F32, F64, OTHER, needs_device, to_device
+from tests.device.common import (
+    BF16,
+    DEVICE,
+    F16,
+    F32,
+    F64,
+    OTHER,
+    needs_device,
+    on_cuda_only,
+    to_device,
+)
 from tests.support.calls import CALLS
 
 pytestmark = needs_device
@@ -84,3 +96,28 @@ def test_tensors_of_two_devices_are_refused(name):
         with pytest.raises(RuntimeError, match=f"{other}|device"):
             call.run(**given | {other: given[other].to(OTHER)})
         assert all(y.isfinite().all() for y in call.run(**given) if y.is_floating_point())
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivatives(name):
+    call = CALLS[name]
+    given = to_device(call.typed(F64))
+    leaves = {n: t for n, t in leaves_of(call, given).items() if n != "alibi_slopes"}  # float32
+
+    def together(*tensors):
+        results = call.results(given | dict(zip(leaves, tensors, strict=True)))
+        return torch.cat([y.flatten() for y in results])
+
+    assert gradgradcheck(
+        lambda *leaves: together(*leaves) ** 2, list(leaves.values()), fast_mode=True
+    )
+    assert gradcheck(together, list(leaves.values()), fast_mode=True)
+
+
+@on_cuda_only
+@pytest.mark.parametrize("name", NAMES)
+def test_explain_names_the_device_kernels(name):
+    call = CALLS[name]
+    given = to_device(call.tensors())
+    found = onepass.explain(lambda: call.run(**given)).calls
+    assert found and all(one["level"] == "cuda" and one["reason"] for one in found)

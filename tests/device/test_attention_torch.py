@@ -213,18 +213,6 @@ def test_a_device_that_is_not_the_current_one():
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def test_second_derivatives():
-    q, k, v = (randn(1, 2, 5, 3, dtype=F64, requires_grad=True) for _ in range(3))
-    bias = randn(2, 5, 5, dtype=F64, requires_grad=True)
-
-    def function(q, k, v, bias):
-        torch.manual_seed(3)  # each evaluation drops the same scores
-        return attend(q, k, v, bias, is_causal=True, dropout_p=0.3, return_lse=True)
-
-    assert torch.autograd.gradcheck(function, (q, k, v, bias))
-    assert torch.autograd.gradgradcheck(function, (q, k, v, bias), fast_mode=True)
-
-
 class Attention(nn.Module):
     """With torch's module and a call of torch's function, as models have them."""
 
@@ -265,15 +253,6 @@ def test_compile(mode, dtype):
         for eager, ours in zip(*found, strict=True):
             scale = eager.abs().max().item()
             torch.testing.assert_close(ours, eager, rtol=0.0, atol=tolerance * scale)
-
-
-@on_cuda_only
-def test_explain_names_the_device_kernels():
-    q, k, v = (randn(1, 2, 70, 64, dtype=BF16, requires_grad=True) for _ in range(3))
-    found = onepass.explain(lambda: attend(q, k, v, is_causal=True).sum().backward())
-    assert [call["level"] for call in found.calls] == ["cuda", "cuda"]
-    assert [call["op"] for call in found.calls] == ["attention", "attention_backward"]
-    assert all("attention" in call["kernel"] and call["reason"] for call in found.calls)
 
 
 # ---- a whole model -------------------------------------------------------------------------------

@@ -206,8 +206,10 @@ def test_a_recipe_names_the_files_of_its_example(title):
     rows = "\n".join(line.split(" | ")[0] for line in section.splitlines() if line[:2] == "| ")
     in_tables = set(re.findall(r"`((?:csrc|python)/[\w./]+)`", rows))
     assert in_tables <= found, sorted(in_tables - found)
-    numbers = "zero one two three four five six seven eight nine ten eleven twelve thirteen"
-    numbers += " fourteen fifteen sixteen seventeen eighteen nineteen twenty"
+    numbers = (
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    )
+    numbers += " fifteen sixteen seventeen eighteen nineteen twenty"
     (said,) = re.findall(r"\b([A-Z]\w+) files\b", section)
     assert numbers.split().index(said.lower()) == len(in_tables)
 

@@ -17,7 +17,7 @@ class Words(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
         self.embedding = nn.Embedding(50, 16)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(16, 50)
 
     def forward(self, words):
