@@ -21,11 +21,11 @@ from torch.nn import functional as F
 import onepass
 from onepass import functional, numerics
 from onepass._policy import small_calls
+from tests.distributed import networks
 from tests.distributed import test_operators as operators
-from tests.distributed import test_training as training
 from tests.distributed.dtensors import mesh_of, spread, whole
+from tests.distributed.networks import WIDTH
 from tests.distributed.ranks import distributed, on_ranks, run
-from tests.distributed.test_training import WIDTH
 
 # The compiler warns of side effects in collectives and hooks, which are torch's.
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 def network(swapped, blocks, dtype=torch.float32):
     torch.manual_seed(2)
-    model = training.Network(Block() for _ in range(blocks)).to(dtype)
+    model = networks.Network(Block() for _ in range(blocks)).to(dtype)
     if swapped:
         kinds = {entry["kind"] for entry in onepass.swap(model).swapped}
         assert kinds >= (KINDS if blocks else {"norm"})
@@ -104,7 +104,7 @@ def in_parallel(model):
 def trained(model, call, rows=slice(None), steps=3, average=False):
     """(losses, the last gradients, parameters), by operators of ours also where they are small."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, parameters = training.trained(model, optimizer, steps, rows, average, call)
+    losses, parameters = networks.trained(model, optimizer, steps, rows, average, call)
     return losses, [whole(p.grad) for p in model.parameters()], parameters
 
 
@@ -215,7 +215,7 @@ def test_a_loss_without_logits_of_other_numbers_of_rows():
     torch._dynamo.reset()
     loss = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=backend)
     weight = torch.randn(24, 16)
-    for rows, graphs in ((100, 1), (110, 2), (256, 2), (300, 3)):
+    for rows, graphs in ((100, 1), (256, 2), (300, 3)):
         x, target = torch.randn(rows, 16), torch.randint(0, 24, (rows,))
         results = []
         for dtype in (torch.float64, torch.float32):

@@ -1,6 +1,7 @@
 """Swapped models and our optimizers inside the other engines of torch.distributed."""
 
 import hashlib
+from unittest import mock
 
 import pytest
 import torch
@@ -12,14 +13,21 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
-from onepass.swapping import classes
+from onepass._dispatch_log import record
+from onepass._policy import small_calls
 from tests.distributed.dtensors import mesh_of, whole
+from tests.distributed.networks import SETTINGS, STEPS, check, in_one_process, network, trained
 from tests.distributed.ranks import distributed, run
-from tests.distributed.test_training import SETTINGS, STEPS, check, in_one_process, network, trained
 
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -76,6 +84,21 @@ def in_columns_and_rows(model):
     return parallelize_module(model, mesh_of((2,)), plan)
 
 
+def in_sequences(model):
+    """Norms get parts of the tokens, and their gradients are partial sums."""
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in range(2):
+        plan[f"blocks.{number}.norm"] = SequenceParallel()
+        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    mesh = mesh_of((torch.distributed.get_world_size(),))
+    return parallelize_module(model, mesh, plan)
+
+
 def redundant_nowhere(parameters, of=onepass.optim.AdamW):
     """ZeRO: each rank holds the state of a part of the parameters."""
     return ZeroRedundancyOptimizer(parameters, optimizer_class=of, **SETTINGS)
@@ -84,16 +107,20 @@ def redundant_nowhere(parameters, of=onepass.optim.AdamW):
 def body_of_training(parallel, steps, swapped=True, redundant=False):
     """Ours and torch's optimizer in the same engine; rows of the batch are shared out."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    has_parts = parallel is not in_columns_and_rows
+    has_parts = parallel not in (in_columns_and_rows, in_sequences)
     rows = slice(rank * 4 // size, (rank + 1) * 4 // size) if has_parts else slice(None)
     results = []
     for cls in (onepass.optim.AdamW, torch.optim.AdamW):
         model = parallel(made(cls, swapped))
         parameters = list(model.parameters())
         optimizer = redundant_nowhere(parameters, cls) if redundant else cls(parameters, **SETTINGS)
-        results.append(trained(model, optimizer, steps, rows, average=has_parts))
-        runs = any(isinstance(m, classes.Swapped) for m in model.modules())
-        assert runs == (swapped and cls is onepass.optim.AdamW)
+        with mock.patch.dict(small_calls.LEAST_NORM, clear=True), record() as calls:
+            results.append(trained(model, optimizer, steps, rows, average=has_parts))
+        ran = sum(call["op"] == "layer_norm" and "torch" not in call["level"] for call in calls)
+        assert bool(ran) == (swapped and cls is onepass.optim.AdamW), calls
+        if parallel is in_sequences:
+            assert {p.grad.placements for p in model.norm.parameters()} == {(Partial(),)}
+            assert model.norm.weight.placements == (Replicate(),)
         for p, entry in () if redundant else optimizer.state.items():
             assert entry["exp_avg"].dtype is p.dtype is torch.float32
             assert getattr(entry["exp_avg"], "placements", 0) == getattr(p, "placements", 0)
@@ -108,13 +135,17 @@ ENGINES = {
     "shards, offloaded": (2, offloaded),
     "shards in low precision": (2, in_low_precision),
     "columns and rows": (2, in_columns_and_rows),
+    "sequences": (2, in_sequences),
+    "sequences on four, not swapped": (4, in_sequences, False),
     "replicas, states in shards": (2, DistributedDataParallel, True, True),
     "replicas of shards": (4, hybrid),
 }
 
 
 @STEPS
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * ("on four" in n)) for n in ENGINES]
+)
 def test_an_engine_trains_as_with_torchs_optimizer(name, steps):
     size, parallel, *options = ENGINES[name]
     run(size, body_of_training, parallel, steps, *options)

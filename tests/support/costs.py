@@ -41,7 +41,6 @@ BUDGETS = {  # shares.py begins with the largest
     "tests/compare/test_pieces.py": 40,
     "tests/distributed/test_checkpoint.py": 20,
     "tests/distributed/test_placements.py": 40,
-    "tests/distributed/test_training.py": 25,
     "tests/emulator/test_emulator.py": 25,
     "tests/examples/test_notebooks.py": 20,
     "tests/faults/test_allocations.py": 20,

@@ -1,28 +1,14 @@
-"""A model trained on several processes with torch's AdamW and with ours."""
+"""A small network and its training, in one process or in several."""
 
 import functools
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
-import onepass
 from onepass import numerics
-from onepass._dispatch_log import record
-from onepass._policy import small_calls
-from tests.distributed.dtensors import mesh_of, whole
-from tests.distributed.ranks import distributed, run
+from tests.distributed.dtensors import whole
 from tests.optim.cases import FLAGS
-
-pytestmark = distributed
 
 # A wrong step differs within five steps too; in twenty, rounding errors can grow.
 STEPS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
@@ -63,20 +49,6 @@ def network(dtype=torch.float32):
     return Network(Block() for _ in range(2)).to(dtype)
 
 
-def in_sequence_parallel(model):
-    mesh = mesh_of((torch.distributed.get_world_size(),))
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for number in range(2):
-        plan[f"blocks.{number}.norm"] = SequenceParallel()
-        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
-        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
-    return parallelize_module(model, mesh, plan)
-
-
 def trained(model, optimizer, steps, rows=slice(None), average=False, call=None):
     """(losses, parameters) after the steps; `call` runs the model, by default it is the model."""
     call = model if call is None else call
@@ -106,32 +78,3 @@ def check(found, expected, reference):
 def in_one_process(steps):
     model = network(torch.float64)
     return trained(model, torch.optim.AdamW(model.parameters(), **SETTINGS), steps)
-
-
-def body_of_sequences(steps, swapped):
-    results = []
-    for cls in (onepass.optim.AdamW, torch.optim.AdamW):
-        model = network()
-        swapped = swapped and cls is onepass.optim.AdamW
-        if swapped:
-            assert onepass.swap(model).swapped
-        model = in_sequence_parallel(model)
-        if swapped:
-            with mock.patch.dict(small_calls.LEAST_NORM, clear=True), record() as calls:
-                model(torch.zeros(2, LENGTH, dtype=torch.int64))
-            ran = [(call["op"], "torch" in call["level"]) for call in calls]
-            assert ran.count(("layer_norm", False)) == 3
-        results.append(trained(model, cls(model.parameters(), **SETTINGS), steps))
-        kinds = {p.grad.placements for p in model.norm.parameters()}
-        assert kinds == {(Partial(),)} and model.norm.weight.placements == (Replicate(),)
-    check(*results, in_one_process(steps))
-
-
-@STEPS
-@pytest.mark.parametrize(
-    "size, swapped", [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
-)
-def test_sequence_parallel_training(size, swapped, steps):
-    """The norms of a swapped model get DTensors, of which each process computes its part. Other
-    optimizers: test_placements."""
-    run(size, body_of_sequences, steps, swapped)
