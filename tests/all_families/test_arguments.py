@@ -110,21 +110,15 @@ def not_for(value) -> dict:
     return NOT_DTYPES if isinstance(value, torch.dtype) else {}
 
 
-def wrong_types() -> dict[tuple[str, str], dict]:
-    """By (function, argument): values that the argument's annotation does not allow."""
-    wrong = {}
+def wrong_types():
+    """(function, argument, values that the argument's annotation does not allow)"""
     for name, right in RIGHT.items():
         hints = inspect.get_annotations(getattr(functional, name))
         for argument, value in right.items():
-            bad = not_for(value)
-            if "None" in hints[argument].split(" | "):
-                bad = {kind: v for kind, v in bad.items() if kind != "None"}
+            is_optional = "None" in hints[argument].split(" | ")
+            bad = {k: v for k, v in not_for(value).items() if not (is_optional and k == "None")}
             if bad:
-                wrong[name, argument] = bad
-    return wrong
-
-
-WRONG = wrong_types()
+                yield pytest.param(name, argument, bad, id=f"{name}-{argument}")
 
 
 def test_every_function_is_in_the_table():
@@ -137,9 +131,9 @@ def test_the_table_is_right(name):
     assert torch.is_tensor(result) or len(result) == 2
 
 
-@pytest.mark.parametrize("name, argument", WRONG)
-def test_wrong_types(name, argument):
-    for kind, bad in WRONG[name, argument].items():
+@pytest.mark.parametrize("name, argument, wrong", wrong_types())
+def test_wrong_types(name, argument, wrong):
+    for kind, bad in wrong.items():
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 error = type_error(name, {argument: bad})
@@ -216,48 +210,36 @@ VALUES = {
 }  # fmt: skip
 
 
-def values():
-    for name, cases in VALUES.items():
-        for number, changes in enumerate(cases):
-            yield pytest.param(name, changes, id=f"{name}-{'-'.join(changes)}-{number}")
-
-
 def error_of(function, arguments) -> type[Exception]:
     with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
         function(**arguments)
     return next(t for t in (TypeError, ValueError, RuntimeError) if raised.errisinstance(t))
 
 
-@pytest.mark.parametrize("name, changes", list(values()))
+@pytest.mark.parametrize(
+    "name, changes", [(name, changes) for name, cases in VALUES.items() for changes in cases]
+)
 def test_wrong_values(name, changes):
     function, stock = getattr(functional, name), STOCK[name]
-    required = {
-        k: v
-        for k, v in RIGHT[name].items()
-        if inspect.signature(function).parameters[k].default is inspect.Parameter.empty
-    }
+    parameters = inspect.signature(function).parameters
+    required = {k: v for k, v in RIGHT[name].items() if parameters[k].default is inspect._empty}
     expected = error_of(stock, required | changes)
     with pytest.raises(expected, match=r"^\w+: .* must ") as ours:
         function(**required | changes)
     assert type(ours.value) is expected
 
 
-PACKED_VALUES = {
-    "dimensions": (dict(query=X), RuntimeError),
-    "dtype of lengths": (dict(cu_seq_q=CU.long()), RuntimeError),
-    "heads": (dict(key=PACKED[:, :3], value=PACKED[:, :3]), ValueError),
-    "heads that do not divide": (
-        dict(key=PACKED[:, :3], value=PACKED[:, :3], enable_gqa=True),
-        RuntimeError,
-    ),
-    "head_dim": (dict(key=PACKED[..., :7]), RuntimeError),
-    "dtypes": (dict(value=PACKED.double()), RuntimeError),
-}
-
-
-@pytest.mark.parametrize("case", PACKED_VALUES)
-def test_wrong_values_of_packed_sequences(case):
-    changes, expected = PACKED_VALUES[case]
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(query=X), RuntimeError), (dict(cu_seq_q=CU.long()), RuntimeError),
+        (dict(key=PACKED[:, :3], value=PACKED[:, :3]), ValueError),
+        (dict(key=PACKED[:, :3], value=PACKED[:, :3], enable_gqa=True), RuntimeError),
+        (dict(key=PACKED[..., :7]), RuntimeError), (dict(value=PACKED.double()), RuntimeError),
+    ],
+    ids=["dimensions", "dtype of lengths", "heads", "heads that divide not", "head_dim", "dtypes"],
+)  # fmt: skip
+def test_wrong_values_of_packed_sequences(changes, expected):
     with pytest.raises(expected, match=r"^(varlen_)?attention: .* must .*, got "):
         functional.varlen_attention(**RIGHT["varlen_attention"] | changes)
 
@@ -296,17 +278,14 @@ def test_nested_tensors(name, argument):
 @pytest.mark.parametrize(
     "name", ["scaled_dot_product_attention", "varlen_attention", "attention_with_kv_cache"]
 )
-@pytest.mark.parametrize(
-    "window, error",
-    [(4, TypeError), (np.ones(3), ValueError), ((1, 2, 3), ValueError), (None, TypeError)],
-)
-def test_windows(name, window, error):
-    with pytest.raises(error, match=rf"^{name}: window_size must be \(left, right\), got "):
-        getattr(functional, name)(**RIGHT[name] | {"window_size": window})
-    with pytest.raises(
-        TypeError, match=rf"^{name}: window_size must be a sequence of whole numbers"
-    ):
-        getattr(functional, name)(**RIGHT[name] | {"window_size": (1.5, 2)})
+def test_windows(name):
+    pair, whole = r"\(left, right\)", "a sequence of whole numbers"
+    for window, error, wanted in (
+        (4, TypeError, pair), (np.ones(3), ValueError, pair), ((1, 2, 3), ValueError, pair),
+        (None, TypeError, pair), ((1.5, 2), TypeError, whole),
+    ):  # fmt: skip
+        with pytest.raises(error, match=rf"^{name}: window_size must be {wanted}"):
+            getattr(functional, name)(**RIGHT[name] | {"window_size": window})
 
 
 # ---- modules -------------------------------------------------------------------------------------
