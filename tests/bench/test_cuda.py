@@ -5,7 +5,9 @@ import os
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,32 +77,24 @@ def cuda_cases(quick: bool = False) -> list[cases.Case]:
 
 def test_cuda_cases():
     found = {case.name: case for case in cuda_cases()}
-    for cols in (1024, 2048, 4096, 8192, 16384):
-        for operator in norm.OPERATORS:
-            for phase in ("forward", "backward", "forward+backward"):
-                shape = f"{2**26 // cols}x{cols}"
-                case = found[f"norm/{operator}/bfloat16/{shape}/{phase}"]
-                assert case.cold and case.make_checked is not None
-                assert case.backward == (phase != "forward")
-                assert case.backward_alone == (phase == "backward")
-                assert (f"norm/{operator}/float32/{shape}/{phase}" in found) == (
-                    operator in norm.CUDA_FLOAT32
-                )
+    phases = ("forward", "backward", "forward+backward")
+    for cols, operator, phase in product((1024, 2048, 4096, 8192, 16384), norm.OPERATORS, phases):
+        name = f"norm/{operator}/{{}}/{2**26 // cols}x{cols}/{phase}".format
+        case = found[name("bfloat16")]
+        assert case.cold and case.make_checked is not None
+        assert case.backward == (phase != "forward")
+        assert case.backward_alone == (phase == "backward")
+        assert (name("float32") in found) == (operator in norm.CUDA_FLOAT32)
     for case in [*found.values(), *cuda_cases(quick=True)]:
         assert case.device == "cuda" and not case.fresh
-        assert case.cold <= (
-            "x1024" in case.name or case.name.startswith(("norm/", "gate/", "group_norm/", "loss/"))
-        )
-    moved = {name: case.tensors for name, case in found.items() if "/65536x1024/" in name}
+        are_cold = case.name.startswith(("norm/", "gate/", "group_norm/", "loss/"))
+        assert case.cold <= (are_cold or "x1024" in case.name)
     for name, forward, backward in [
-        ("norm/layer_norm/float32", 2, 3),
-        ("norm/add_rms_norm/bfloat16", 4, 4),
-        ("dropout/dropout/bfloat16", 2, 2),
-        ("dropout/add_dropout/float32", 3, 2),
-    ]:
-        assert moved[f"{name}/65536x1024/forward"] == forward
-        assert moved[f"{name}/65536x1024/backward"] == backward
-        assert moved[f"{name}/65536x1024/forward+backward"] == forward + backward
+        ("norm/layer_norm/float32", 2, 3), ("norm/add_rms_norm/bfloat16", 4, 4),
+        ("dropout/dropout/bfloat16", 2, 2), ("dropout/add_dropout/float32", 3, 2),
+    ]:  # fmt: skip
+        for phase, moved in zip(phases, (forward, backward, forward + backward), strict=True):
+            assert found[f"{name}/65536x1024/{phase}"].tensors == moved
 
 
 def on_cpu(case: cases.Case, monkeypatch) -> cases.Case:
@@ -117,11 +111,8 @@ def test_cuda_cases_run(family, monkeypatch):
         if case.name.startswith(family):
             row = cases.measure(on_cpu(case, monkeypatch), seconds=0, compiled=False, places=1)
             assert not row.check and row.share > 0, f"{case.name}: {row.check}"
-            assert (
-                row.gbps
-                == pytest.approx(row.moved_bytes / row.timing.median("ours") / 1e9)
-                == pytest.approx(row.to_dict()["gbps"])
-            )
+            rate = pytest.approx(row.moved_bytes / row.timing.median("ours") / 1e9)
+            assert row.gbps == rate == row.to_dict()["gbps"]
 
 
 def test_what_is_checked_of_a_large_case_has_its_columns(monkeypatch):
@@ -235,17 +226,11 @@ def test_results_of_the_timed_tensors_are_checked():
     assert text.startswith("at the timed shape, result 0: error ") and not unchecked
 
 
-@pytest.mark.parametrize(
-    "error, reason",
-    [
+def test_timed_tensors_that_cannot_be_checked():
+    for error, reason in (
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
         (RuntimeError("no kernel for Float\nat"), "no kernel for Float"),
-    ],
-)
-def test_timed_tensors_that_cannot_be_checked(error, reason):
-    def base(*tensors):
-        raise error
-
-    case = of_rows(right)
-    case = replace(case, operator=replace(case.operator, base=base))
-    assert cases._check_timed(case) == ("", reason)
+    ):
+        case, base = of_rows(right), Mock(side_effect=error)
+        case = replace(case, operator=replace(case.operator, base=base))
+        assert cases._check_timed(case) == ("", reason)

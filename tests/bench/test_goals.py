@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onepass.tools import bench, harness
+from onepass.tools import bench
 from onepass.tools.bench import case as cases
-from onepass.tools.bench import report
 from onepass.tools.bench.goals import Goal, read_goals
 from tests.compare.cases import refusal, run_json
 
@@ -50,21 +49,6 @@ def test_every_goal_is_of_a_case_and_its_variants(device, level):
 )
 def test_goals_of_a_level(device, level, name, goal):
     assert read_goals(str(FILE), device, level).of(name) == goal
-
-
-def row_of(goal: Goal) -> cases.Row:
-    times = {"ours": [1e-3] * 3, "eager": [2e-3] * 3, "copy": [1e-3] * 3}
-    timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
-    case = next(c for c in all_cases("cpu", quick=True) if c.tensors == 2)
-    return cases.Row(case, timing, "", 0.5, "", 1000, goal=goal)
-
-
-def test_the_table_shows_what_was_reached_and_has_no_column_without_goals(capsys):
-    report.print_tables([row_of(Goal(1.9, 1.1, 1.2))])
-    printed = capsys.readouterr().out
-    assert "1.9x+ 1.1x? 120%-" in printed and "goal" in printed
-    report.print_tables([row_of(Goal())])
-    assert "goal" not in capsys.readouterr().out
 
 
 def test_measured_rows_have_their_goals(tmp_path):
