@@ -1,19 +1,17 @@
 """Models that the tests name by --model, also for other processes."""
 
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.norm, self.project, self.drop = nn.RMSNorm(16), nn.Linear(16, 4), nn.Dropout(0.2)
-
-    def forward(self, x):
-        return self.drop(self.project(self.norm(x)))
+        parts = dict(norm=nn.RMSNorm(16), project=nn.Linear(16, 4), drop=nn.Dropout(0.2))
+        super().__init__(OrderedDict(parts))
 
 
 class WithLoss(Net):

@@ -216,27 +216,21 @@ def test_swapped_attention_by_hand_is_attention_forward_and_backward(cls, monkey
 
 
 def test_adaptive_norm_with_a_projection_is_looked_into():
-    class AdaptiveNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(4, 4)
+    class AdaptiveNorm(nn.Sequential):
+        pass
 
-    assert part_of_module(AdaptiveNorm()) is None
+    assert part_of_module(AdaptiveNorm(nn.Linear(4, 4))) is None
     assert part_of_module(nn.GroupNorm(1, 4)) == "norm"
 
 
 def test_watching_survives_checkpoints_and_errors():
     """A checkpointed forward runs again in the backward; an error leaves no mode behind."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
-
+    class Net(nn.Sequential):
         def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
-    spent = watch(Net(), torch.randn(4, 8))
+    spent = watch(Net(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8))
     assert spent["forward"]["norm"] > 0 and spent["backward"]["norm"] > 0
     model = nn.LayerNorm(8)
     with pytest.raises(BadInput, match="normalized_shape"):

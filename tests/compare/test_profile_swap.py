@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -29,19 +30,10 @@ QUICK = ("--quick", "--threads", "1", "--pairs", "3")
 MIB = 1 << 20
 
 
-class Net(nn.Module):
-    """A norm, and dropout, of which stock keeps 4 MiB of factors."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.drop, self.head = nn.LayerNorm(256), nn.Dropout(0.5), nn.Linear(256, 4)
-
-    def forward(self, x):
-        return self.head(self.drop(self.norm(x)))
-
-
 def make():
-    return Net(), torch.randn(4096, 256)
+    """A norm, and dropout, of which stock keeps 4 MiB of factors."""
+    parts = dict(norm=nn.LayerNorm(256), drop=nn.Dropout(0.5), head=nn.Linear(256, 4))
+    return nn.Sequential(OrderedDict(parts)), torch.randn(4096, 256)
 
 
 def make_nothing():

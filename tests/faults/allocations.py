@@ -20,6 +20,7 @@ from onepass.swapping import probe
 from tests.optim.cases import FLAGS, MODES, made, snapshot, steps, stock
 from tests.support import isolated
 from tests.support.calls import CALLS, Call, flat
+from tests.swap.foreign_norms import RMS
 
 MOST = 3000  # allocations of a case; of one that makes more, as a proof, few fail
 FEW = 12
@@ -109,21 +110,10 @@ def fusing(name: str) -> Case:
     return Case(make, onepass.optim.fuse, state)
 
 
-class ForeignNorm(nn.Module):
-    """A norm that swap probes."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
 def model() -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return nn.Sequential(nn.Linear(16, 16), layer, nn.Dropout(0.1), ForeignNorm(16)).eval()
+    return nn.Sequential(nn.Linear(16, 16), layer, nn.Dropout(0.1), RMS(16)).eval()
 
 
 def state_of_model(module: nn.Module) -> dict:
