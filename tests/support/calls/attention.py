@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional
-from tests.support.calls.call import RAW, Call, flat, ints, randn, raw
+from tests.support.calls.call import RAW, Call, flat, ints, public, randn, raw
 
 BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 5, 7, 8
 PAGES, PAGE = 6, 4
@@ -52,15 +52,6 @@ def _terms(dims=4):
 def _attention():
     terms = ("alibi_slopes", "sinks")
 
-    def dense(query, key, value, attn_mask, **terms):
-        options = {"dropout_p": 0.2, "enable_gqa": True, "return_lse": True}
-        sdpa = functional.scaled_dot_product_attention
-        return flat(sdpa(query, key, value, attn_mask, **options, **terms))
-
-    def plain(query, key, value, attn_mask):
-        sdpa = functional.scaled_dot_product_attention
-        return [sdpa(query, key, value, attn_mask, enable_gqa=True)]
-
     def stock(query, key, value, attn_mask):
         return [F.scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=True)]
 
@@ -71,23 +62,18 @@ def _attention():
     def masked():
         return _dense() | {"attn_mask": _terms()["mask"]}
 
-    sdpa = "functional.scaled_dot_product_attention"
+    sdpa, of = "scaled_dot_product_attention", {"differentiable": True}
+    options = {"dropout_p": 0.2, "enable_gqa": True, "return_lse": True}
     optional = ("attn_mask", *terms)
-    yield Call(f"{sdpa} with options", with_terms, dense, optional=optional, differentiable=True)
-    yield Call(sdpa, masked, plain, stock, optional=("attn_mask",), differentiable=True)
-
-    def varlen(query, key, value, cu_seq_q, cu_seq_k=None, **options):
-        lengths = (cu_seq_q, cu_seq_k, 3, 6)
-        more = {"enable_gqa": True, "return_lse": True, **options}
-        return flat(functional.varlen_attention(query, key, value, *lengths, **more))
+    yield public(sdpa, with_terms, " with options", options=options, optional=optional, **of)
+    yield public(sdpa, masked, "", stock, {"enable_gqa": True}, optional=("attn_mask",), **of)
 
     def packed_terms():
         return _packed() | {name: _terms()[name] for name in terms}
 
-    yield Call(
-        "functional.varlen_attention", packed_terms, varlen, optional=terms, differentiable=True
-    )
-    yield Call("functional.varlen_attention paged", _paged, varlen, optional=("block_table",))
+    lengths = {"max_q": 3, "max_k": 6, "cu_seq_k": None, "enable_gqa": True, "return_lse": True}
+    yield public("varlen_attention", packed_terms, options=lengths, optional=terms, **of)
+    yield public("varlen_attention", _paged, " paged", options=lengths, optional=("block_table",))
 
     everything = (*_terms(), "cu_seq_k", "seqused_k", "block_table")
 
@@ -169,17 +155,14 @@ def _decoding():
     optional = ("cache_seqlens", "block_table", *extras(), *rotary())
     caches = ("k_cache", "v_cache")
 
-    def public(query, k_cache, v_cache, key=None, value=None, **tensors):
-        decode = functional.attention_with_kv_cache
-        return flat(decode(query, k_cache, v_cache, key, value, return_lse=True, **tensors))
-
     def with_rotary():
         return cached() | rotary()
 
-    name = "functional.attention_with_kv_cache"
-    yield Call(name, with_rotary, public, written=caches, optional=(*optional, "key", "value"))
-    yield Call(f"{name} paged", paged, public, written=caches, optional=(*optional, "key", "value"))
-    yield Call(f"{name} reading", lambda: cached(False), public, optional=optional)
+    name, lse = "attention_with_kv_cache", {"options": {"return_lse": True}}
+    of = {"written": caches, "optional": (*optional, "key", "value"), **lse}
+    yield public(name, with_rotary, **of)
+    yield public(name, paged, " paged", **of)
+    yield public(name, lambda: cached(False), " reading", optional=optional, **lse)
 
     of = {"scale": 0.3, "optional": optional}
     yield from raw("attention_decode", lambda: cached(False), **of)

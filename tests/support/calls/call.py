@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import onepass  # noqa: F401  (which registers the operators)
+from onepass import functional  # which registers the operators
 from tests.support.seeds import set_seed
 
 F32 = torch.float32
@@ -45,6 +45,16 @@ class Call:
         """Those that can have a gradient; what is dropped is the same in each call."""
         set_seed(3)
         return [result for result in self.run(**tensors) if result.is_floating_point()]
+
+
+def public(name: str, tensors: Callable, text: str = "", stock=None, options=(), **of) -> Call:
+    """A call of a function by keywords; `of`: fields of the call."""
+    function, options = getattr(functional, name), dict(options)
+
+    def run(**given):
+        return flat(function(**options | given))
+
+    return Call(f"functional.{name}{text}", tensors, run, stock, **of)
 
 
 def raw(

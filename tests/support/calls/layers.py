@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from onepass import functional
-from tests.support.calls.call import F32, RAW, Call, flat, randn, raw, sixteenths
+from tests.support.calls.call import F32, RAW, Call, flat, public, randn, raw, sixteenths
 
 
 def _norms():
@@ -21,27 +20,19 @@ def _norms():
         own = plain() if bias else no_bias()
         return own | {"residual": randn(6, 40, seed=2)}
 
-    def public(name, tensors, stock=None):
-        def run(input, weight, bias=None, residual=None):
-            more = () if residual is None else (residual,)
-            keywords = {} if bias is None else {"bias": bias}
-            extra = {} if residual is None else {"dropout_p": 0.3}
-            norm = getattr(functional, name)
-            return flat(norm(input, *more, (40,), weight, eps=1e-5, **keywords, **extra))
+    def layer_norm(input, weight, bias):
+        return [F.layer_norm(input, (40,), weight, bias)]
 
-        optional = ("weight", "bias")
-        return Call(
-            f"functional.{name}", tensors, run, stock, optional=optional, differentiable=True
-        )
+    def rms_norm(input, weight):
+        return [F.rms_norm(input, (40,), weight, 1e-5)]
 
-    yield public(
-        "layer_norm", plain, lambda input, weight, bias: [F.layer_norm(input, (40,), weight, bias)]
-    )
-    yield public(
-        "rms_norm", no_bias, lambda input, weight: [F.rms_norm(input, (40,), weight, 1e-5)]
-    )
-    yield public("add_layer_norm", added)
-    yield public("add_rms_norm", lambda: added(False))
+    of = {"optional": ("weight", "bias"), "differentiable": True}
+    of["options"] = {"normalized_shape": (40,), "eps": 1e-5}
+    yield public("layer_norm", plain, stock=layer_norm, **of)
+    yield public("rms_norm", no_bias, stock=rms_norm, **of)
+    of["options"] = of["options"] | {"dropout_p": 0.3}
+    yield public("add_layer_norm", added, **of)
+    yield public("add_rms_norm", lambda: added(False), **of)
 
     def with_seed():
         return added() | {"seed": torch.tensor([3, 4])}
@@ -70,22 +61,17 @@ def _modulated_norms():
     def gated():
         return plain() | {"residual": randn(2, 3, 40, seed=2), "gate": randn(2, 40, seed=3)}
 
-    def public(kind, torchs):
-        def run(input, scale, shift=None, residual=None, gate=None):
-            norm = getattr(functional, f"modulated_{kind}")
-            return flat(norm(input, (40,), scale, shift, 1e-5, residual=residual, gate=gate))
+    def stock(norm):
+        def run(input, scale, shift):
+            return [norm(input, (40,), eps=1e-5) * (1 + scale[:, None]) + shift[:, None]]
 
-        def stock(input, scale, shift):
-            norm = torchs(input, (40,), eps=1e-5)
-            return [norm * (1 + scale[:, None]) + shift[:, None]]
+        return run
 
-        name = f"functional.modulated_{kind}"
-        yield Call(name, plain, run, stock, optional=("shift",), differentiable=True)
-        rest = {"optional": ("shift", "gate"), "differentiable": True}
-        yield Call(f"{name} of a gated sum", gated, run, **rest)
-
-    yield from public("layer_norm", F.layer_norm)
-    yield from public("rms_norm", F.rms_norm)
+    of = {"differentiable": True, "options": {"normalized_shape": (40,), "eps": 1e-5}}
+    for kind in ("layer_norm", "rms_norm"):
+        name, torchs = f"modulated_{kind}", stock(getattr(F, kind))
+        yield public(name, plain, stock=torchs, optional=("shift",), **of)
+        yield public(name, gated, " of a gated sum", optional=("shift", "gate"), **of)
 
     options = {"normalized_shape": (40,), "kind": 0, "dropout_p": 0.3}
 
@@ -117,28 +103,16 @@ def _branches():
     def normed():
         return two() | {"weight": randn(40, seed=2), "bias": randn(40, seed=3)}
 
-    def add_norm(input, residual, column_scale, row_scale, weight, bias):
-        scales = {"column_scale": column_scale, "row_scale": row_scale, "dropout_p": 0.3}
-        return flat(functional.add_layer_norm(input, residual, (40,), weight, bias, **scales))
-
-    def add_dropout(input, residual, column_scale, row_scale):
-        scales = {"column_scale": column_scale, "row_scale": row_scale}
-        return [functional.add_dropout(input, residual, 0.4, **scales)]
-
-    rest = {"differentiable": True, "constant": ("row_scale",)}
-    optional = ("residual", "column_scale", "row_scale", "weight", "bias")
-    name = "of a scaled branch"
-    yield Call(f"functional.add_layer_norm {name}", normed, add_norm, optional=optional, **rest)
-    optional = ("residual", "column_scale", "row_scale")
-    yield Call(f"functional.add_dropout {name}", two, add_dropout, optional=optional, **rest)
-
-    def factors(input):
-        return [functional.drop_path_scale(input, 0.4)]
+    of = {"differentiable": True, "constant": ("row_scale",)}
+    optional, text = ("residual", "column_scale", "row_scale"), " of a scaled branch"
+    yield public("add_layer_norm", normed, text, optional=(*optional, "weight", "bias"),
+                 options={"normalized_shape": (40,), "dropout_p": 0.3}, **of)  # fmt: skip
+    yield public("add_dropout", two, text, options={"p": 0.4}, optional=optional, **of)
 
     def one():
         return {"input": randn(2, 3, 40)}
 
-    yield Call("functional.drop_path_scale", one, factors, composed=True)
+    yield public("drop_path_scale", one, options={"drop_prob": 0.4}, composed=True)
 
     def seeded():
         return two() | {"seed": torch.tensor([3, 4])}
@@ -160,23 +134,14 @@ def _dropouts():
     def two():
         return {"input": randn(6, 40), "residual": randn(6, 40, seed=1)}
 
-    def dropout(input):
-        return [functional.dropout(input, 0.4)]
-
-    def inplace(input):
-        return [functional.dropout(input, 0.4, inplace=True)]
-
-    def add_dropout(input, residual):
-        return [functional.add_dropout(input, residual, 0.4)]
-
     def stock(inplace):
         return lambda input: [F.dropout(input, 0.4, inplace=inplace)]
 
-    yield Call("functional.dropout", one, dropout, stock(False), differentiable=True)
-    yield Call("functional.dropout inplace", one, inplace, stock(True), written=("input",))
-    yield Call(
-        "functional.add_dropout", two, add_dropout, optional=("residual",), differentiable=True
-    )
+    p, of = {"p": 0.4}, {"differentiable": True}
+    yield public("dropout", one, stock=stock(False), options=p, **of)
+    inplace = p | {"inplace": True}
+    yield public("dropout", one, " inplace", stock(True), inplace, written=("input",))
+    yield public("add_dropout", two, options=p, optional=("residual",), **of)
 
     def seeded():
         return two() | {"seed": torch.tensor([3, 4])}
@@ -188,14 +153,11 @@ def _causal_convolutions():
     def plain():
         return {"x": randn(2, 6, 9), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2)}
 
-    def run(x, weight, bias):
-        return [functional.causal_conv1d(x, weight, bias)]
-
     def stock(x, weight, bias):
         return [F.conv1d(F.pad(x, (3, 0)), weight[:, None], bias, groups=6)]
 
     of = {"optional": ("bias",), "differentiable": True}
-    yield Call("functional.causal_conv1d", plain, run, stock, **of)
+    yield public("causal_conv1d", plain, stock=stock, **of)
 
     def after_state():
         return plain() | {"initial_state": randn(2, 6, 3, seed=3)}
@@ -219,14 +181,12 @@ def _group_norms():
     def plain():
         return {"input": randn(2, 8, 5, 6), "weight": randn(8), "bias": randn(8, seed=1)}
 
-    def run(input, weight, bias):
-        return [functional.group_norm(input, 2, weight, bias, activation="silu")]
-
     def stock(input, weight, bias):
         return [F.silu(F.group_norm(input, 2, weight, bias))]
 
     of = {"optional": ("weight", "bias"), "differentiable": True}
-    yield Call("functional.group_norm", plain, run, stock, **of)
+    options = {"num_groups": 2, "activation": "silu"}
+    yield public("group_norm", plain, stock=stock, options=options, **of)
 
     options = {"num_groups": 2, "activation_kind": 2, "channels_last": False}
     options |= {"optional": ("weight", "bias")}
@@ -249,10 +209,6 @@ def _gates():
     def halves():
         return {"gate": randn(2, 3, 40)}
 
-    def public(name, *options, **keywords):
-        function = getattr(functional, name)
-        return lambda gate, up=None: [function(gate, up, *options, **keywords)]
-
     def stock(activation):
         def run(gate, up=None):
             gate, up = (gate, up) if up is not None else gate.chunk(2, -1)
@@ -262,11 +218,11 @@ def _gates():
 
     of = {"optional": ("up",), "differentiable": True}
     relu, gelu = stock(F.relu), stock(functools.partial(F.gelu, approximate="tanh"))
-    gated = public("gated_activation", activation="relu")
-    yield Call("functional.gated_activation", two, gated, relu, **of)
-    yield Call("functional.gated_activation of halves", halves, gated, relu, differentiable=True)
-    yield Call("functional.silu_mul", two, public("silu_mul"), stock(F.silu), **of)
-    yield Call("functional.gelu_mul", two, public("gelu_mul", "tanh"), gelu, **of)
+    options = {"activation": "relu"}
+    yield public("gated_activation", two, "", relu, options, **of)
+    yield public("gated_activation", halves, " of halves", relu, options, differentiable=True)
+    yield public("silu_mul", two, stock=stock(F.silu), **of)
+    yield public("gelu_mul", two, "", gelu, {"approximate": "tanh"}, **of)
 
     def upstream():
         return {"doutput": randn(2, 3, 40, seed=2)} | two()
@@ -284,20 +240,14 @@ def _linear():
     def everything():
         return tensors() | {"residual": randn(6, 24)}
 
-    def public(input, weight, bias):
-        return [functional.linear(input, weight, bias)]
-
     def stock(input, weight, bias):
         return [F.linear(input, weight, bias)]
 
-    def options(input, weight, bias, residual):
-        # torch's gelu aborts the process without memory, and its silu has other bits in a stack.
-        more = {"activation": "relu", "dropout_p": 0.3, "residual": residual}
-        return [functional.linear(input, weight, bias, **more)]
-
     of = {"optional": ("bias", "residual"), "differentiable": True}
-    yield Call("functional.linear", tensors, public, stock, **of)
-    yield Call("functional.linear with options", everything, options, **of)
+    yield public("linear", tensors, stock=stock, **of)
+    # torch's gelu aborts the process without memory, and its silu has other bits in a stack.
+    options = {"activation": "relu", "dropout_p": 0.3}
+    yield public("linear", everything, " with options", options=options, **of)
 
     yield from raw("linear_forward", tensors, optional=("bias",), out_dtype=torch.bfloat16)
 

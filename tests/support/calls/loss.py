@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from onepass import functional
-from tests.support.calls.call import Call, randn, raw
+from tests.support.calls.call import Call, public, randn, raw
 
 SMOOTHING = 0.1
 OPTIONS = {"ignore_index": -100, "label_smoothing": SMOOTHING, "softcap": 0.0}
@@ -18,17 +17,14 @@ def linear_calls() -> Iterator[Call]:
         layer = {"linear_weight": randn(40, 8, seed=3), "linear_bias": randn(40, seed=2)}
         return {"input": randn(6, 8), **layer, "target": target, "weight": randn(40, seed=1).abs()}
 
-    def ours(input, linear_weight, linear_bias, target, weight):
-        options = dict(linear_bias=linear_bias, weight=weight, label_smoothing=SMOOTHING)
-        return [functional.linear_cross_entropy(input, linear_weight, target, **options)]
-
     def stock(input, linear_weight, linear_bias, target, weight):
         logits = F.linear(input, linear_weight, linear_bias)
         return [F.cross_entropy(logits, target, weight, label_smoothing=SMOOTHING)]
 
     of = {"optional": ("linear_bias", "weight"), "differentiable": True, "constant": ("weight",)}
     # The products of a class of tensor are its own.
-    yield Call("functional.linear_cross_entropy", own, ours, stock, **of, composed=True)
+    options = {"label_smoothing": SMOOTHING}
+    yield public("linear_cross_entropy", own, "", stock, options, **of, composed=True)
 
     def upstream():
         return own() | {"dloss": randn(6, seed=5)}
@@ -42,16 +38,11 @@ def calls() -> Iterator[Call]:
         target = torch.tensor([3, 0, -100, 39, 7, 7])
         return {"input": randn(6, 40), "target": target, "weight": randn(40, seed=1).abs()}
 
-    def by(function):
-        def run(input, target, weight):
-            return [function(input, target, weight, label_smoothing=SMOOTHING)]
-
-        return run
+    def stock(input, target, weight):
+        return [F.cross_entropy(input, target, weight, label_smoothing=SMOOTHING)]
 
     of = {"optional": ("weight",), "differentiable": True, "constant": ("weight",)}
-    yield Call(
-        "functional.cross_entropy", own, by(functional.cross_entropy), by(F.cross_entropy), **of
-    )
+    yield public("cross_entropy", own, "", stock, {"label_smoothing": SMOOTHING}, **of)
 
     options = {"optional": ("weight",), "reduction_kind": 1, **OPTIONS}
     yield from raw("loss_forward", own, z_loss=0.2, **options)

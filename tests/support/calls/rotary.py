@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from onepass import functional
-from tests.support.calls.call import Call, flat, randn, raw
+from tests.support.calls.call import Call, public, randn, raw
 
 
 def calls() -> Iterator[Call]:
@@ -21,39 +20,29 @@ def calls() -> Iterator[Call]:
     def weights():
         return {"query_weight": randn(8, seed=4), "key_weight": randn(8, seed=5)}
 
-    def public(query, key, cos, sin, positions, **norms):
-        options = {"positions": positions, "eps": 1e-3 if norms else None, **norms}
-        return flat(functional.rotary_embedding(query, key, cos, sin, **options))
+    def with_weights():
+        return own() | weights()
 
-    optional = ("key", "positions")
-
-    name, more = "functional.rotary_embedding", {"optional": ("key",), "differentiable": True}
-    more |= {"constant": ("cos", "sin")}  # tables get no gradient
-    yield Call(name, own, public, optional=optional)
-    yield Call(f"{name} of one table", own, public, **more)
-    yield Call(
-        f"{name} after norms", lambda: own() | weights(), public, optional=("positions", *weights())
-    )
-    more["optional"] = tuple(weights())
-    yield Call(f"{name} trained after norms", lambda: own() | weights(), public, **more)
+    name, optional = "rotary_embedding", ("key", "positions")
+    trained = {"differentiable": True, "constant": ("cos", "sin")}  # tables get no gradient
+    yield public(name, own, optional=optional)
+    yield public(name, own, " of one table", optional=("key",), **trained)
+    normed = {"eps": 1e-3}
+    yield public(name, with_weights, " after norms", options=normed,
+                 optional=("positions", *weights()))  # fmt: skip
+    yield public(name, with_weights, " trained after norms", options=normed,
+                 optional=tuple(weights()), **trained)  # fmt: skip
+    written = ("query", "key")
+    yield public(name, own, " in place", options={"inplace": True}, written=written,
+                 optional=optional)  # fmt: skip
 
     options = {"rotary_dim": 6, "interleaved": True}
     places = {"query_bshd": False, "key_bshd": False}
     norms = {"eps": 1e-3, "weight_offset": 1.0, "optional": ("positions", *weights())}
 
-    def with_weights():
-        return own() | weights()
-
     forward = options | places | {"transposed": False}
     yield from raw("rotary_forward", own, optional=optional, **forward)
     yield from raw("rotary_forward", with_weights, " after norms", **norms, **forward)
-
-    def inplace(query, key, cos, sin, positions):
-        options = {"positions": positions, "inplace": True}
-        return flat(functional.rotary_embedding(query, key, cos, sin, **options))
-
-    written = ("query", "key")
-    yield Call(f"{name} in place", own, inplace, written=written, optional=optional)
 
     yield from raw("rotary_forward_inplace", with_weights, written=written, **options, **norms)
 
