@@ -204,15 +204,12 @@ def test_sgd_steps_partial_parameters():
 
 def body_of_noise():
     """Replicas round alike where other dimensions of the mesh are sharded; shards do not."""
-    mesh = mesh_of((2, 2))
-    p = torch.nn.Parameter(DTensor.from_local(torch.ones(4096, dtype=BF16), mesh, HYBRID))
+    place, ones = (mesh_of((2, 2)), (Replicate(), Shard(0))), torch.ones(4096, dtype=BF16)
+    p = torch.nn.Parameter(DTensor.from_local(ones.clone(), *place))
     optimizer = onepass.optim.SGD([p], lr=2.0**-12, master="stochastic")
-    p.grad = DTensor.from_local(torch.ones(4096, dtype=BF16), mesh, HYBRID)
+    p.grad = DTensor.from_local(ones, *place)
     optimizer.step()
     return p.to_local()
-
-
-HYBRID = (Replicate(), Shard(0))
 
 
 def test_replicas_of_shards_round_alike():

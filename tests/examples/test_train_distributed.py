@@ -15,7 +15,7 @@ from torch import nn
 from onepass import numerics
 from onepass.distributed.ring import Ring
 from onepass.swapping import classes
-from tests.distributed.ranks import distributed, run
+from tests.distributed.ranks import distributed, on_ranks, run
 
 pytestmark = distributed
 
@@ -163,14 +163,11 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, flags, message):
     assert errors.count("\n") == 1
 
 
-def body_of_a_batch_that_does_not_divide():
+@on_ranks(2)
+def test_a_batch_that_does_not_divide():
     module = example()
     with pytest.raises(module.BadInput, match="--batch must be a multiple of the 2 processes"):
         module.train(module.parse([*SMALL, "--batch", "3"]), torch.device("cpu"))
-
-
-def test_a_batch_that_does_not_divide():
-    run(2, body_of_a_batch_that_does_not_divide)
 
 
 def test_another_runs_checkpoint_is_refused(capsys, tmp_path):

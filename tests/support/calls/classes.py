@@ -87,22 +87,12 @@ def _modules():
     yield call("Linear", lambda nn: nn.Linear(16, 8), one, composed=True)
 
     sizes, first = (16, 2, 32, 0.0), {"batch_first": True}
-    products = {"composed": True}
-    yield call(
-        "MultiheadAttention", lambda nn: nn.MultiheadAttention(16, 2, **first), three, **products
-    )
-    yield call(
-        "TransformerEncoderLayer",
-        lambda nn: nn.TransformerEncoderLayer(*sizes, **first),
-        one,
-        **products,
-    )
-    yield call(
-        "TransformerDecoderLayer",
-        lambda nn: nn.TransformerDecoderLayer(*sizes, **first),
-        two,
-        **products,
-    )
+    for name, make, inputs in (
+        ("MultiheadAttention", lambda nn: nn.MultiheadAttention(16, 2, **first), three),
+        ("TransformerEncoderLayer", lambda nn: nn.TransformerEncoderLayer(*sizes, **first), one),
+        ("TransformerDecoderLayer", lambda nn: nn.TransformerDecoderLayer(*sizes, **first), two),
+    ):
+        yield call(name, make, inputs, composed=True)
 
 
 def _optimizers():
@@ -211,19 +201,17 @@ def _optimizers():
     of = {"written": ("grad",), "composed": True}  # torch's own where there are gaps
     yield Call("optim.clip_grad_norm_", lambda: {"grad": randn(6, 40)}, run, stock, **of)
 
-    def fused(param, grad):
-        param = param.detach().requires_grad_()
-        param.grad = grad
-        onepass.optim.fuse(torch.optim.AdamW([param], lr=0.1)).step()
-        return []
+    def stepped(by):
+        def run(param, grad):
+            param = param.detach().requires_grad_()
+            param.grad = grad
+            by(torch.optim.AdamW([param], lr=0.1)).step()
+            return []
 
-    def unfused(param, grad):
-        param = param.detach().requires_grad_()
-        param.grad = grad
-        torch.optim.AdamW([param], lr=0.1).step()
-        return []
+        return run
 
-    yield Call("optim.fuse", pair, fused, unfused, written=("param", "grad"))
+    runs = stepped(onepass.optim.fuse), stepped(lambda optimizer: optimizer)
+    yield Call("optim.fuse", pair, *runs, written=("param", "grad"))
 
 
 def calls() -> Iterator[Call]:
