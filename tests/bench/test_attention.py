@@ -98,7 +98,8 @@ def test_share_is_of_the_fastest_round_and_of_the_unit_that_computes(capsys):
 def test_a_share_needs_a_measured_ceiling():
     case = next(iter(with_flops(quick=True)))
     assert cases.measure(case, seconds=0, compiled=False, places=1).share is None
-    assert row_of(case, replace(LIMITS, fma_gflops=None)).share is None
+    unknown = replace(LIMITS, fma_gflops=None)
+    assert row_of(case, unknown).share is None and "not measured" in str(unknown)
 
 
 def test_long_cases_are_checked_on_less():

@@ -1,6 +1,7 @@
 """The pieces of `onepass compare`: text, model, attribution, memory, statistics, sentences."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -338,6 +339,12 @@ def test_share_of_a_step_has_this_optimizer_in_it():
     outcome = compared(2.0)  # of 10 s, 1 s is torch's fused step
     shares = {"torch fused": 1 / 10, "torch default": 6 / 15, "onepass": 0.5 / 9.5}
     assert {name: outcome.share_of_step(name) for name in shares} == shares
+
+
+def test_speed_of_linear_layers():
+    (speed,) = result(1.0).speeds  # 0.6 ms of its parts are linear
+    assert report.linear_text(speed).count("2 GFLOP/s (42 %)") == 2
+    assert report.linear_text(dataclasses.replace(speed, products=Products(0, 1.0))) == ""
 
 
 @pytest.mark.parametrize("section", ["skipped", "unknown"])

@@ -102,7 +102,9 @@ def test_decoding(slower_norm):
 
 
 def test_what_pays_is_advised(slower_norm):
-    found = run_json("profile-swap", *flags_of("attends", "norm", "attention"))
+    flags = flags_of("attends", "norm", "attention")
+    assert "a forward" in run_here("profile-swap", *flags)[0]
+    found = run_json("profile-swap", *flags)
     advice = found["profiles"][0]["advice"]
     assert advice["call"] == "onepass.swap(model, kinds=('attention',))"
     assert advice["leave_out"] == ["norm"]

@@ -1,6 +1,7 @@
 """Steps of models with many equal layers, from models with a few: the same to the byte."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -30,6 +31,8 @@ OPTIONS = {
 
 
 def subject(name: str) -> Subject:
+    if name == "own":
+        return Subject(Model(), BATCH)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     head, sizes = SIZES[name]
     config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=1000)
@@ -72,10 +75,18 @@ class Model(nn.Module):
 BATCH = torch.randn(8, 16, 32)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.grid
+QUICK = [("Llama", "swapped, checkpointed"), ("Llama", "loss"), ("GPT2", "bfloat16")]
+QUICK += [("Bert", "other rows"), *(("own", o) for o in ("stock", "swapped", "autocast"))]
+QUICK += [("own", "checkpointed")]
+ALL = [*itertools.product(SIZES, OPTIONS), *(pair for pair in QUICK if pair[0] == "own")]
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in ALL],
+)
 def test_a_step_is_that_of_the_whole_model(name, options):
+    """In `make test` every option, and every model; small ones, of layers of ours, are cheap."""
     given = subject(name)
     asked = step.Options(**OPTIONS[options])
     assert layers.Series(given).expected(asked).step == step.run(given, asked, {})
