@@ -106,25 +106,20 @@ def test_a_swapped_model_counts_as_stock(monkeypatch):
     assert counted(lambda: ours(x)) == counted(lambda: stock(x))
 
 
-LATER = """
-import sys, torch, onepass
-assert "torch.utils.flop_counter" not in sys.modules
-from torch.utils.flop_counter import FlopCounterMode
+CODE = """
+import sys, torch
+{first}
+{second}
 onepass.swap(torch.nn.LayerNorm(4))
 with FlopCounterMode(display=False) as counter:
     onepass.functional.linear(torch.randn(3, 8), torch.randn(6, 8))
 assert counter.get_total_flops() == 2 * 3 * 8 * 6
 """
-EARLIER = """
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-import onepass
-with FlopCounterMode(display=False) as counter:
-    onepass.functional.linear(torch.randn(3, 8), torch.randn(6, 8))
-assert counter.get_total_flops() == 2 * 3 * 8 * 6
-"""
+COUNTER = "from torch.utils.flop_counter import FlopCounterMode"
 
 
-@pytest.mark.parametrize("code", [LATER, EARLIER], ids=["later", "earlier"])
-def test_in_whatever_order_things_are_imported(code):
-    fresh.run(code, check=True)
+@pytest.mark.parametrize("is_later", [True, False])
+def test_in_whatever_order_things_are_imported(is_later):
+    ours = f"import onepass; assert ('torch.utils.flop_counter' in sys.modules) != {is_later}"
+    first, second = (ours, COUNTER) if is_later else (COUNTER, ours)
+    fresh.run(CODE.format(first=first, second=second), check=True)

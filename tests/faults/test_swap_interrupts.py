@@ -172,6 +172,30 @@ def test_every_kind_of_edit_is_among_them(torchs_products):
     }  # fmt: skip
 
 
+class Refuses(nn.LayerNorm):
+    """The class of the one that is `stubborn` may not be set."""
+
+    stubborn = None
+
+    def __setattr__(self, name, value):
+        if name == "__class__" and self is Refuses.stubborn:
+            raise MemoryError("no room for another class")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("nth", range(4))
+@pytest.mark.parametrize("call", [onepass.swap, onepass.unswap, enter_and_leave])
+def test_a_module_that_refuses_its_class(monkeypatch, call, nth):
+    whole = nn.Sequential(*(Refuses(4) for _ in range(4)), nn.Dropout(0.1))
+    if call is onepass.unswap:
+        onepass.swap(whole)
+    before = state(whole)
+    monkeypatch.setattr(Refuses, "stubborn", whole[nth])
+    with pytest.raises(MemoryError, match="no room"):
+        call(whole)
+    assert state(whole) == before
+
+
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, ValueError])
 def test_a_filter_that_raises_at_the_nth_module(error):
     asked = []
