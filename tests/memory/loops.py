@@ -9,6 +9,7 @@ small for an aligned block of the same size.
 """
 
 import ctypes
+import functools
 import json
 import os
 import sys
@@ -96,7 +97,7 @@ def undone_small():
     return faults(lambda: block(8)), faults(warm_up=1)
 
 
-def holes(apart: bool):
+def in_the_heap(apart: bool = False):
     """(mebibytes that freed blocks below one in use leave resident, whether malloc obeyed)."""
     faults(lambda: block(24), warm_up=1)  # from now on malloc has such blocks in its heap
     obeyed = apart and _malloc.map_apart()
@@ -106,15 +107,10 @@ def holes(apart: bool):
     return resident() - before - 24, obeyed
 
 
-def in_the_heap():
-    return holes(False)
+apart = functools.partial(in_the_heap, True)
 
 
-def apart():
-    return holes(True)
-
-
-def limited(limit: int):
+def below_the_limit(limit: int = 128 << 20):
     """malloc itself limits this: it caches the rest that it cuts off an aligned block, which may be
     the top of the heap."""
     libc = ctypes.CDLL(None)
@@ -128,12 +124,7 @@ def limited(limit: int):
     return obeyed, most, resident() - before
 
 
-def below_the_limit():
-    return limited(128 << 20)
-
-
-def beyond_the_limit():
-    return limited(16 << 20)
+beyond_the_limit = functools.partial(below_the_limit, 16 << 20)
 
 
 def forked():
