@@ -1,9 +1,9 @@
 """Calls with the options that change a derivative, a saved tensor or a shape: for the tests of
 `all_families` that every family passes. The tests of faults run the calls without them."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,9 +72,7 @@ def modulated_norms() -> Iterator[Call]:
         given = {"input": randn(*rows), "residual": randn(*rows, seed=1)}
         given |= {n: randn(*per, seed=i) for i, n in enumerate(("scale", "shift", "gate"), 2)}
 
-        def run(kind=kind, **tensors):
-            return getattr(functional, f"modulated_{kind}")(normalized_shape=8, **tensors)
-
+        run = partial(getattr(functional, f"modulated_{kind}"), normalized_shape=8)
         for left_out in some[number % 2 :: 2]:
             names = [name for name in given if name not in left_out]
             grows = {n: (0,) if len(given[n].shape) == 2 else (0, 1) for n in names}
@@ -89,19 +87,16 @@ def branches() -> Iterator[Call]:
     scales = {"column_scale": randn(8), "row_scale": torch.tensor([1.25, 0.0, 1.25])}
     given = {"input": randn(*rows, seed=1), "residual": randn(*rows, seed=2)}
     weights = {"weight": randn(8, seed=3), "bias": randn(8, seed=4)}
-    yield variant(
-        "add_dropout of nothing", functools.partial(functional.add_dropout, p=0.0), **given
-    )
+    yield variant("add_dropout of nothing", partial(functional.add_dropout, p=0.0), **given)
     for names, p in itertools.product(
         (("column_scale",), ("row_scale",), tuple(scales)), (0.0, 0.4)
     ):
         some, text = _some(scales, *names), f"by {', '.join(names)}, {p}"
 
-        def add(input, residual=None, p=p, **scales):
-            return functional.add_dropout(input, residual, p, **scales)
-
+        add = partial(functional.add_dropout, p=p)
         yield variant(f"add_dropout {text}", add, constant, **given, **some)
-        yield variant(f"a branch alone {text}", add, constant, input=given["input"], **some)
+        alone = partial(add, residual=None)
+        yield variant(f"a branch alone {text}", alone, constant, input=given["input"], **some)
         for kind in KINDS:
             own = {} if p else _some(weights, *(("weight",) if kind == "rms_norm" else weights))
             run, of_weights = _norm(f"add_{kind}", (8,), dropout_p=p), ", no weight" * bool(p)
@@ -115,9 +110,7 @@ def gates() -> Iterator[Call]:
                             ("halves, gate last", {"gate": 16})):  # fmt: skip
             options = {"activation": activation, "gate_last": form.endswith("last")}
 
-            def run(gate, up=None, options=options):
-                return functional.gated_activation(gate, up, **options)
-
+            run = partial(functional.gated_activation, **options)
             given = {name: randn(3, cols, seed=cols) for name, cols in sizes.items()}
             yield variant(f"gated_activation {activation} of {form}", run, grows=grows, **given)
 
@@ -128,9 +121,7 @@ def group_norms() -> Iterator[Call]:
     for last, activation in itertools.product((False, True), (None, "silu")):
         x = randn(2, 3, 5, 4).movedim(-1, 1) if last else randn(2, 4, 3, 5)
 
-        def run(input, weight=None, bias=None, activation=activation):
-            return functional.group_norm(input, 2, weight, bias, activation=activation)
-
+        run = partial(functional.group_norm, num_groups=2, activation=activation)
         for names in ((), ("weight",), ("bias",), tuple(weights)):
             text = f"group_norm {activation}, channels last {last}, {names}"
             yield variant(text, run, grows=grows, input=x, **_some(weights, *names))
@@ -144,9 +135,7 @@ def causal_convolutions() -> Iterator[Call]:
         x = randn(2, 5, 3).mT if last else randn(2, 3, 5)
         own = {"bias": randn(3, seed=1), "initial_state": randn(2, 3, width - 1, seed=2)}
 
-        def run(activation=activation, **tensors):
-            return functional.causal_conv1d(**tensors, activation=activation)
-
+        run = partial(functional.causal_conv1d, activation=activation)
         given = {"x": x, "weight": randn(3, width, seed=3)}
         text = f"causal_conv1d {activation}, channels last {last}, width {width}"
         for names in ((), ("bias",), tuple(own)):
@@ -166,9 +155,7 @@ def linears() -> Iterator[Call]:
             if not (activation or p or residual):
                 continue
 
-            def run(activation=activation, p=p, **tensors):
-                return functional.linear(**tensors, activation=activation, dropout_p=p)
-
+            run = partial(functional.linear, activation=activation, dropout_p=p)
             given = {"input": randn(3, 8, seed=2)} | layer
             given |= {"residual": randn(3, 5, seed=3)} if residual else {}
             text = f"linear {activation}, dropout {p}, residual {residual}"
@@ -185,12 +172,8 @@ def losses() -> Iterator[Call]:
         options = dict(options)
         weight = {"weight": randn(5).abs()} if options.pop("weighted", False) else {}
 
-        def loss(options=options, **tensors):
-            return functional.cross_entropy(**tensors, **options)
-
-        def linear(options=options, **tensors):
-            return functional.linear_cross_entropy(**tensors, **options)
-
+        loss = partial(functional.cross_entropy, **options)
+        linear = partial(functional.linear_cross_entropy, **options)
         of = {"constant": ("weight",), "grows": {"input": (0,), "target": (0,)}, "target": target}
         yield variant(f"cross_entropy {name}", loss, input=randn(4, 5), **weight, **of)
         some = ("linear_weight",) if number % 2 else tuple(layer)
@@ -213,13 +196,13 @@ def rotaries() -> Iterator[Call]:
             given = {"query": heads[order](4), "key": heads[order](2)} | _some(weights, *names)
             options = {"interleaved": interleaved, "seq_first": order == "seq_first"}
             options |= {"eps": 1e-3, "weight_offset": 0.5} if names else {}
-            run = functools.partial(functional.rotary_embedding, **options)
+            run = partial(functional.rotary_embedding, **options)
             text = f"rotary_embedding {order}, interleaved {interleaved}, {names}"
             yield variant(text, run, **of, **given, **tables)
 
     def half(query, cos, sin):
-        cos, sin = cos[:, :3], sin[:, :3]
-        return [functional.rotary_embedding(query, None, cos, sin, rotary_dim=6)[0]]
+        tables = {"cos": cos[:, :3], "sin": sin[:, :3], "rotary_dim": 6}
+        return functional.rotary_embedding(query, None, **tables)[0]
 
     yield variant("rotary_embedding of half tables, no key", half, constant=tuple(tables),
                   query=randn(2, 4, 3, 8), **tables)  # fmt: skip
@@ -260,11 +243,8 @@ def attentions() -> Iterator[Call]:
         "everything": {"attn_mask": randn(heads, 1, keys)} | terms,
     }
     for name, options in windows.items():
-
-        def run(options=options, **tensors):
-            sdpa = functional.scaled_dot_product_attention
-            return sdpa(**tensors, **options, enable_gqa=True, return_lse=True)
-
+        sdpa = functional.scaled_dot_product_attention
+        run = partial(sdpa, **options, enable_gqa=True, return_lse=True)
         own, grows = given | masks[name], {"query": (0, 2), "key": (0, 2), "value": (0, 2)}
         grows = {n: (0,) for n in grows} | ({"attn_mask": (0,)} if name == "dropout" else {})
         grows |= {"attn_mask": (0,)} if name == "bottom right" else {}
@@ -277,16 +257,14 @@ def attentions() -> Iterator[Call]:
         return attend(**own, **options, enable_gqa=True)
 
     yield variant("attention of rows without keys", shorter, **given)
-    yield variant("attention of no keys", functools.partial(shorter, keys=0), **given)
+    yield variant("attention of no keys", partial(shorter, keys=0), **given)
 
     ends = {"cu_seq_q": ints(0, 3, 3, 5), "cu_seq_k": ints(0, 4, 6, 8)}
     packed = {"query": randn(5, heads, 8), "key": randn(8, kv_heads, 8)}
     packed |= {"value": randn(8, kv_heads, 3, seed=1)} | ends
 
-    def varlen(**tensors):
-        attend, more = functional.varlen_attention, {"enable_gqa": True, "return_lse": True}
-        return attend(**tensors, max_q=3, max_k=4, is_causal=True, **more)
-
+    lengths = {"max_q": 3, "max_k": 4, "is_causal": True}
+    varlen = partial(functional.varlen_attention, **lengths, enable_gqa=True, return_lse=True)
     yield variant("varlen_attention causal", varlen, grows={}, **packed)
 
     for parts in (1, 2, 5):
