@@ -10,18 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from tests.all_families import test_opcheck
-from tests.device.common import (
-    BF16,
-    DEVICE,
-    F16,
-    F32,
-    F64,
-    OTHER,
-    needs_device,
-    on_cuda_only,
-    to_device,
-)
+from tests.device.common import DEVICE, OTHER, needs_device, on_cuda_only, to_device
 from tests.support.calls import CALLS
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = needs_device
 FUNCTIONS = ("norm", "dropout", "attention", "attention_with_kv_cache")

@@ -13,11 +13,7 @@ from onepass import functional, numerics, reference
 from tests.attention import cases as attention_cases
 from tests.attention.cases import NAN, Case, assert_same, backward, forward
 from tests.device.common import (
-    BF16,
     DEVICE,
-    F16,
-    F32,
-    F64,
     ON_CUDA,
     captured,
     late,
@@ -28,6 +24,7 @@ from tests.device.common import (
     randn,
     to_device,
 )
+from tests.support.dtypes import BF16, F16, F32, F64
 
 pytestmark = needs_device
 attend = functional.scaled_dot_product_attention

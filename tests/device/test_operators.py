@@ -13,9 +13,7 @@ import torch.nn.functional as F
 import onepass
 from onepass import functional, numerics, reference
 from tests.device.common import (
-    BF16,
     DEVICE,
-    F32,
     ON_CUDA,
     assert_equal,
     make,
@@ -24,6 +22,7 @@ from tests.device.common import (
     randn,
 )
 from tests.norm.cases import KINDS, dtypes, kinds, results
+from tests.support.dtypes import BF16, F32
 from tests.support.seeds import drawn_seed
 
 pytestmark = needs_device

@@ -6,7 +6,6 @@ import torch
 
 from onepass import functional, reference
 from tests.device.common import (
-    BF16,
     DEVICE,
     ON_CUDA,
     assert_equal,
@@ -20,6 +19,7 @@ from tests.device.common import (
 )
 from tests.norm import cases as norm_cases
 from tests.norm.cases import Case, check, kinds
+from tests.support.dtypes import BF16
 from tests.support.seeds import drawn_seed
 
 pytestmark = needs_device

@@ -256,26 +256,17 @@ def rotary(rng: Random) -> None:
     head_dim, batch = rng.choice((6, 16, 45, 64, 80)), rng.randint(0, 3)
     positions = rng.choice(("", "tokens", "batch"))
     case = rotary_cases.Case(
-        dtype,
-        rng.choice(DTYPES[:3]) if dtype is not F64 else F64,
-        batch=batch,
-        heads=rng.randint(0, 9),
-        key_heads=rng.randint(0, 3),
-        tokens=rng.choice((0, 1, 2, 7, 90)),
-        head_dim=head_dim,
-        rotary_dim=rng.choice((head_dim // 2 * 2, head_dim // 4 * 2)),
-        half_width=rng.random() < 0.5,
-        interleaved=rng.random() < 0.5,
-        positions=positions,
-        table_batch=0 if positions else rng.choice((0, 1, batch)),
-        tokens_first=rng.random() < 0.5,
+        dtype, rng.choice(DTYPES[:3]) if dtype is not F64 else F64, batch=batch,
+        heads=rng.randint(0, 9), key_heads=rng.randint(0, 3), tokens=rng.choice((0, 1, 2, 7, 90)),
+        head_dim=head_dim, rotary_dim=rng.choice((head_dim // 2 * 2, head_dim // 4 * 2)),
+        half_width=rng.random() < 0.5, interleaved=rng.random() < 0.5, positions=positions,
+        table_batch=0 if positions else rng.choice((0, 1, batch)), tokens_first=rng.random() < 0.5,
         seq_first=rng.random() < 0.5,
         norms=rng.choice(((), ("query",), ("key",), ("query", "key"))),
         weight_dtype=rng.choice(DTYPES[:3]) if dtype is not F64 else F64,
-        eps=rng.choice((None, 1e-6, 0.1)),
-        weight_offset=rng.choice((0.0, 1.0)),
+        eps=rng.choice((None, 1e-6, 0.1)), weight_offset=rng.choice((0.0, 1.0)),
         seed=rng.randrange(2**31),
-    )
+    )  # fmt: skip
     if not case.key_heads:
         case = replace(case, norms=tuple(name for name in case.norms if name == "query"))
 
@@ -314,31 +305,19 @@ def attention(rng: Random) -> None:
     storage = rng.choice(("dense", "dense", "used", "packed", "packed used", "paged"))
     patterns = ("", "b", "h", "q", "bh", "bq", "hq", "bhq")
     case = attention_cases.Case(
-        dtype=dtype,
-        head_dim=rng.choice((8, 16, 24, 40, 64)),
-        value_dim=rng.choice((0, 0, 16, 33)),
-        batch=rng.randint(1, 2),
-        heads=kv_heads * rng.randint(1, 2),
-        kv_heads=kv_heads,
-        seq_q=rng.randint(16, 70),
-        seq_k=rng.randint(16, 70),
+        dtype=dtype, head_dim=rng.choice((8, 16, 24, 40, 64)), value_dim=rng.choice((0, 0, 16, 33)),
+        batch=rng.randint(1, 2), heads=kv_heads * rng.randint(1, 2), kv_heads=kv_heads,
+        seq_q=rng.randint(16, 70), seq_k=rng.randint(16, 70),
         # A row of one key has little meaning: its gradients are rounding errors.
-        window_left=rng.choice((-1, -1, 5, 9, 40)),
-        window_right=rng.choice((-1, 0, 0, 7)),
-        bottom_right=rng.random() < 0.5,
-        bias=rng.choice((None, None, *patterns)),
-        mask=rng.choice((None, None, *patterns)),
-        alibi=rng.choice((None, None, "", "b")),
-        sinks=rng.choice((None, None, dtype)),
-        softcap=rng.choice((0.0, 0.0, 1.5, 30.0)),
+        window_left=rng.choice((-1, -1, 5, 9, 40)), window_right=rng.choice((-1, 0, 0, 7)),
+        bottom_right=rng.random() < 0.5, bias=rng.choice((None, None, *patterns)),
+        mask=rng.choice((None, None, *patterns)), alibi=rng.choice((None, None, "", "b")),
+        sinks=rng.choice((None, None, dtype)), softcap=rng.choice((0.0, 0.0, 1.5, 30.0)),
         # Not 0.2: 1.249998 times few bits is always a bit below a tie, and all roundings go down.
-        dropout_p=rng.choice((0.0, 0.0, 0.3)),
-        dlse=rng.random() < 0.5,
-        storage=storage,
+        dropout_p=rng.choice((0.0, 0.0, 0.3)), dlse=rng.random() < 0.5, storage=storage,
         lengths=() if storage == "dense" else lengths(rng, rng.randint(1, 3), 60),
-        page_size=rng.choice((1, 3, 16)),
-        factor=rng.choice((0.3, 1.0, 1.3)),
-    )
+        page_size=rng.choice((1, 3, 16)), factor=rng.choice((0.3, 1.0, 1.3)),
+    )  # fmt: skip
 
     def compute(case):
         border, plain = Border(rng), case.tensors()
@@ -358,28 +337,18 @@ def decode(rng: Random) -> None:
     dtype = rng.choice(attention_decode_cases.DTYPES)
     page = rng.choice((0, 0, 1, 4, 16))
     window = rng.choice((-1, -1, 0, 3, 20)), rng.choice((-1, 0))
-    attention_decode_cases.check(
-        attention_decode_cases.Case(
-            dtype=dtype,
-            head_dim=rng.choice((8, 16, 24, 64)),
-            value_dim=rng.choice((0, 0, 16, 33)),
-            heads=kv_heads * rng.randint(1, 4),
-            kv_heads=kv_heads,
-            seq_q=rng.randint(1, 5),
-            lengths=tuple(rng.randint(0, 60) for _ in range(rng.randint(1, 3))),
-            new_rows=rng.choice((-1, 1, 1, 3)),
-            page_size=page,
-            pads=() if page or rng.random() < 0.5 else (0, 2),
-            scattered=not page and rng.random() < 0.5,
-            window_left=window[0],
-            window_right=window[1],
-            softcap=rng.choice((0.0, 0.0, 5.0)),
-            alibi=rng.choice((None, None, "", "b")),
-            sinks=rng.choice((None, None, dtype)),
-            rotary=rng.choice((None, None, "interleaved", "halves")),
-            out_bshd=rng.random() < 0.5,
-        )
-    )
+    case = attention_decode_cases.Case(
+        dtype=dtype, head_dim=rng.choice((8, 16, 24, 64)), value_dim=rng.choice((0, 0, 16, 33)),
+        heads=kv_heads * rng.randint(1, 4), kv_heads=kv_heads, seq_q=rng.randint(1, 5),
+        lengths=tuple(rng.randint(0, 60) for _ in range(rng.randint(1, 3))),
+        new_rows=rng.choice((-1, 1, 1, 3)), page_size=page,
+        pads=() if page or rng.random() < 0.5 else (0, 2),
+        scattered=not page and rng.random() < 0.5, window_left=window[0], window_right=window[1],
+        softcap=rng.choice((0.0, 0.0, 5.0)), alibi=rng.choice((None, None, "", "b")),
+        sinks=rng.choice((None, None, dtype)),
+        rotary=rng.choice((None, None, "interleaved", "halves")), out_bshd=rng.random() < 0.5,
+    )  # fmt: skip
+    attention_decode_cases.check(case)
 
 
 # ---- wrong calls ---------------------------------------------------------------------------------
