@@ -27,8 +27,7 @@ def differentiable(call, dtype=F64, but=()):
 
 @samples
 def test_gradcheck(name):
-    """First and second derivatives through all results together; slopes are float32, too coarse for
-    a difference quotient."""
+    """First and second, through all results; slopes are float32, too coarse for a quotient."""
     function, leaves, _ = differentiable(SAMPLES[name], but=("alibi_slopes",))
 
     def together(*leaves):

@@ -1,5 +1,4 @@
-"""torch.func over the operators (vmap, grad, jacrev, hessian) and batched gradients: what plain
-calls give."""
+"""torch.func over the operators, and batched gradients: what plain calls give."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Declarations of operators: `onepass._ops.operator` and `onepass._ops.autograd`. What they make is
-tested with each family."""
+"""Declarations of operators; what they make is tested with each family."""
 
 import traceback
 

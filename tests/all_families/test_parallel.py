@@ -1,5 +1,4 @@
-"""Threads: no bit depends on their number, and two share each operator's work, as its plan says,
-where there is enough for both."""
+"""Threads: no bit depends on their number, and two share the work, as the plan says."""
 
 from collections.abc import Callable
 

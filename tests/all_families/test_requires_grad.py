@@ -1,5 +1,4 @@
-"""`requires_grad` of each of several results: true, as with torch's operators, only of those that
-depend on what is trained."""
+"""`requires_grad` of several results: true of those alone that depend on what is trained."""
 
 import pytest
 import torch

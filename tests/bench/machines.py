@@ -1,5 +1,4 @@
-"""A machine that is not here, as `make gpu-report` describes it, stand-ins for programs, and the
-report's own modules."""
+"""A machine that is not here, stand-ins for programs, and the modules of `make gpu-report`."""
 
 import sys
 from pathlib import Path

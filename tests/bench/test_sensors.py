@@ -58,8 +58,7 @@ def test_without_a_device_nothing_is_asked(smi, monkeypatch):
 
 
 def test_figures_are_streamed(capsys, tmp_path, monkeypatch):
-    """One line for each row, in front of the tables; on the CPU without clock and power. The file
-    is there as soon as the line is."""
+    """One line for each row, when the file has it; on the CPU without clock and power."""
     case = "norm/rms_norm/float32/*/forward"
     words = ("norm", "--quick", "--no-compile", "--case", case, "--json", str(tmp_path / "f"))
     write, counts = bench._write_json, []

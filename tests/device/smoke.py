@@ -24,8 +24,7 @@ NOTHING = 1e-4  # of results that are rounding errors themselves, such as attent
 
 
 class Smoke(OnDevice):
-    """In the place of the emulator. Of its settings a device takes the bytes by which tensors are
-    not aligned."""
+    """In the place of the emulator; of its settings a device takes the misaligned bytes."""
 
     done = (None,)  # no counts
 

@@ -1,5 +1,4 @@
-"""Attention on a CUDA device inside torch: streams, graphs, nothing that waits, compile, errors, a
-model, sizes beyond 32 bits."""
+"""Attention on a CUDA device inside torch: streams, graphs, compile, a model, 64-bit sizes."""
 
 from dataclasses import replace
 
@@ -151,8 +150,7 @@ def test_cuda_graph_through_autograd_with_dropout():
 
 
 def test_nothing_waits_for_the_device():
-    """Neither forward nor backward, with any outputs and gradients, nor the second derivative of a
-    dense call."""
+    """Neither forward nor backward, nor the second derivative of a dense call."""
     for case in KERNELS.values():
         _, run = step(case)
         with nothing_waits():

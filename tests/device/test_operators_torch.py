@@ -1,5 +1,4 @@
-"""The operators on a CUDA device inside torch: streams, graphs, compile, errors, a model, sizes
-beyond 32 bits."""
+"""The operators on a CUDA device inside torch: streams, graphs, sizes beyond 32 bits."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Accelerate's `prepare` on two processes: replicated, and sharded by FSDP2, which replaces the
-optimizer's parameters."""
+"""Accelerate's `prepare` on two processes: replicated, and sharded by FSDP2."""
 
 import pytest
 import torch
@@ -39,8 +38,7 @@ def alone() -> dict[str, torch.Tensor]:
 
 
 def prepared(sharded: bool) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The class of the stepped parameters, and the weights after training: by Accelerate, and
-    without it in the same process."""
+    """The class of the stepped parameters, and the weights by Accelerate and without it."""
     import accelerate
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType

@@ -1,5 +1,4 @@
-"""`torch.compile(fullgraph=True)` of swapped models on several processes, and of every operator on
-DTensors."""
+"""`torch.compile(fullgraph=True)` of swapped models on several processes, and of DTensors."""
 
 from unittest import mock
 

@@ -206,8 +206,7 @@ def digest(model):
 
 
 def body_of_replicas(options):
-    """Each rank has its own seed and batches. Returns digests of the parameters, and the elements
-    that dropout kept last."""
+    """Digests of the parameters, and what dropout kept; each rank has its own seed and batches."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(3)
     layers = nn.Linear(64, 256), nn.Dropout(0.3), nn.LayerNorm(256), nn.Linear(256, 64)

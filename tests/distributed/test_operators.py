@@ -29,8 +29,7 @@ CLASSES = torch.linspace(0.5, 2.0, 8)
 
 @dataclass
 class Case:
-    """A call, and placements of its tensors of which each makes one member; a placement alone is
-    that of all tensors."""
+    """A call, and placements of its tensors, each for one member; one alone is for all tensors."""
 
     shapes: dict[str, tuple[int, ...]]
     call: Callable

@@ -274,8 +274,7 @@ def test_the_api_has_every_public_name():
 
 
 def names_of(module: str) -> list[str]:
-    """The functions and classes in the __all__ of a module of onepass.integrations, by its source:
-    its package may be missing."""
+    """The names in the __all__ of an integration, by its source: its package may be missing."""
     path = ROOT / "python" / "onepass" / "integrations" / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     listed = re.search(r"^__all__ = (\[.*?\])", path.read_text("utf-8"), re.M | re.S)[1]

@@ -131,8 +131,7 @@ MUONS = {
 @pytest.mark.parametrize("kind", MUONS)
 @pytest.mark.grid
 def test_step_of_muon(kind, taken):
-    """Its momenta move after the operator, and its gradients are zeroed after those. With AdamW
-    both halves are done, or neither."""
+    """Momenta move after the operator, then gradients are zeroed; both halves are done, or none."""
 
     def make():
         optimizer = steps(MUONS[kind](), taken)

@@ -121,8 +121,7 @@ CALLS = {
 
 
 def interrupts_while_edits_are_made(monkeypatch, name, seed) -> Iterator[tuple[bool, bool]]:
-    """(whether the model is as it was, whether edits had been made) per interrupt; without a seed
-    at every instruction."""
+    """(is the model as it was, had edits been made) per interrupt; seed None: every instruction."""
     make, call = CALLS[name]
     made = []
     make_edit = changes.Edit.make

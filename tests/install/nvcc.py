@@ -226,8 +226,7 @@ def split_accesses(code: str) -> list[str]:
 
 
 def products_on_the_way(code: str) -> list[int]:
-    """For each matrix that movmatrix transposes: the number of products between the load of its
-    elements and the movmatrix."""
+    """The number of products between the load of each matrix and the movmatrix that turns it."""
     texts = [text for _, text in instructions(code)]
     found = []
     for i, text in enumerate(texts):

@@ -71,8 +71,7 @@ def mark(items: Sequence[pytest.Item]) -> None:
 
 
 def environment(name: str) -> dict[str, str]:
-    """Of the tests' process. Machines share no compiled code: torch's cache does not tell one that
-    is imitated from the real one."""
+    """Of the tests' process; torch's cache does not tell an imitated machine from the real one."""
     from onepass import _C
 
     machine = MACHINES[name]
