@@ -89,13 +89,10 @@ RIGHT = {
     "merge_attention_states": dict(outputs=[X, X], lses=[LSE, LSE]),
 }  # fmt: skip
 STOCK = {
-    "layer_norm": F.layer_norm,
-    "rms_norm": F.rms_norm,
-    "dropout": F.dropout,
-    "cross_entropy": F.cross_entropy,
-    "linear": F.linear,
+    "layer_norm": F.layer_norm, "rms_norm": F.rms_norm, "dropout": F.dropout,
+    "cross_entropy": F.cross_entropy, "linear": F.linear,
     "scaled_dot_product_attention": F.scaled_dot_product_attention,
-}
+}  # fmt: skip
 NOT_TENSORS = {"None": None, "list": [1.0, 2.0], "float": 2.0, "numpy": np.ones((2, 8)), "str": "x"}
 NOT_NUMBERS = {"str": "x", "tensor": X, "list": [1.0], "numpy": np.ones(3), "None": None}
 NOT_DTYPES = {"str": "float32", "tensor": X, "float": 6.0}
@@ -329,15 +326,10 @@ def test_modules_of_two_tensors(cls):
 # ---- swap, explain, optimizers -------------------------------------------------------------------
 
 OF_SWAP = {
-    "kinds": (3, [nn.LayerNorm]),
-    "include": (3, [3]),
-    "exclude": (1.5, [None]),
-    "force": (3, [nn.LayerNorm]),
-    "filter_fn": (3, "x"),
-    "dry_run": ("x", 1),
-    "strict": (1.5, None),
+    "kinds": (3, [nn.LayerNorm]), "include": (3, [3]), "exclude": (1.5, [None]),
+    "force": (3, [nn.LayerNorm]), "filter_fn": (3, "x"), "dry_run": ("x", 1), "strict": (1.5, None),
     "probe": ("no", 0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, bad", [(n, bad) for n, all in OF_SWAP.items() for bad in all])

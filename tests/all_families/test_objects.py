@@ -83,15 +83,10 @@ def test_hold_same():
     assert hold_same([(a, b), (), (c,)], held)
     assert hold_same([], [])
     different = (
-        [[a, b], []],
-        [[a, b], [], [c], []],
-        [[a], [b], [c]],  # the same in another division
-        [[a, b], [c], []],
-        [[a], [], [c]],
-        [[a, b, c], [], [c]],
-        [[b, a], [], [c]],
+        [[a, b], []], [[a, b], [], [c], []], [[a], [b], [c]],  # the same in another division
+        [[a, b], [c], []], [[a], [], [c]], [[a, b, c], [], [c]], [[b, a], [], [c]],
         [[a, Same()], [], [c]],
-    )
+    )  # fmt: skip
     for sequences in different:
         assert not hold_same(sequences, held)
 

@@ -27,14 +27,11 @@ TARGET = torch.tensor([0, 8, 4, 5, -100, 3, 8, 2])
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.25, 1.5, 0.0, 0.0, 0.0, 0.75])
 
 OPTIONS = {
-    "plain": {},
-    "label smoothing": {"label_smoothing": 0.1},
-    "softcap": {"softcap": 4.0},
-    "z_loss": {"z_loss": 0.1},
-    "weights": {"weight": WEIGHT},
+    "plain": {}, "label smoothing": {"label_smoothing": 0.1}, "softcap": {"softcap": 4.0},
+    "z_loss": {"z_loss": 0.1}, "weights": {"weight": WEIGHT},
     "an ignored class": {"ignore_index": 4},
     "all": dict(weight=WEIGHT, label_smoothing=0.2, softcap=3.0, z_loss=0.05),
-}
+}  # fmt: skip
 
 
 class Bytes(TorchDispatchMode):

@@ -25,16 +25,12 @@ EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
 # Keywords of the call; "alibi" and "sinks" stand for tensors.
 CASES = {
-    "full": {},
-    "causal": CAUSAL,
-    "window": {"window_size": (9, 3)},
+    "full": {}, "causal": CAUSAL, "window": {"window_size": (9, 3)},
     "causal window": CAUSAL | {"window_size": (5, -1)},
-    "softcap": CAUSAL | {"softcap": 3.0, "scale": 0.4},
-    "alibi": CAUSAL | {"alibi": True},
-    "sinks": CAUSAL | {"sinks": True},
-    "dropout": {"dropout_p": 0.3},
+    "softcap": CAUSAL | {"softcap": 3.0, "scale": 0.4}, "alibi": CAUSAL | {"alibi": True},
+    "sinks": CAUSAL | {"sinks": True}, "dropout": {"dropout_p": 0.3},
     "causal dropout": CAUSAL | {"dropout_p": 0.2, "sinks": True, "alibi": True},
-}
+}  # fmt: skip
 
 
 DRAWS = 5

@@ -258,14 +258,9 @@ LOOPS = {
 
 # One of the tiles is quick; the kernels without tiles take long to compile.
 SLOW = {
-    "decode, more new rows than are a tile",
-    "attention, bias",
-    "attention, bias, f32",
-    "attention, 64",
-    "attention, 256",
-    "attention, f32",
-    "attention, tf32",
-}
+    "decode, more new rows than are a tile", "attention, bias", "attention, bias, f32",
+    "attention, 64", "attention, 256", "attention, f32", "attention, tf32",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

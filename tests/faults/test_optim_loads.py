@@ -313,13 +313,10 @@ def test_clipping_freed_gradients():
 # ---- missing states ------------------------------------------------------------------------------
 
 REQUIRED = {
-    "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "Adam": ("exp_avg", "exp_avg_sq"),
-    "Lion": ("exp_avg",),
-    "Muon": ("momentum_buffer",),
-    "Adafactor": ("row_var", "col_var"),
+    "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"),
+    "Lion": ("exp_avg",), "Muon": ("momentum_buffer",), "Adafactor": ("row_var", "col_var"),
     "LAMB": ("exp_avg", "exp_avg_sq"),
-}
+}  # fmt: skip
 REQUIRED_CASES = [(name, key) for name, keys in REQUIRED.items() for key in keys]
 
 

@@ -60,13 +60,9 @@ def model() -> nn.Module:
     """Every way in which a module is swapped, except norms that need the probe."""
     torch.manual_seed(0)
     parts = {
-        "norm": nn.LayerNorm(4),
-        "drop": nn.Dropout(0.1),
-        "heads": nn.MultiheadAttention(4, 2),
-        "calls": Attention(),
-        "attend": ByName(),
-        "odd": nn.BatchNorm1d(4),
-    }
+        "norm": nn.LayerNorm(4), "drop": nn.Dropout(0.1), "heads": nn.MultiheadAttention(4, 2),
+        "calls": Attention(), "attend": ByName(), "odd": nn.BatchNorm1d(4),
+    }  # fmt: skip
     parts["shared"] = parts["norm"]
     whole = nn.ModuleDict(parts)
     for part in whole.modules():
@@ -112,12 +108,9 @@ def enter_and_leave(whole):
 
 
 CALLS = {
-    "swap": (model, swap),
-    "unswap": (swapped, onepass.unswap),
-    "swapped": (model, enter_and_leave),
-    "attach": (model, integration.attach),
-    "detach": (attached, integration.detach),
-}
+    "swap": (model, swap), "unswap": (swapped, onepass.unswap), "swapped": (model, enter_and_leave),
+    "attach": (model, integration.attach), "detach": (attached, integration.detach),
+}  # fmt: skip
 
 
 def interrupts_while_edits_are_made(monkeypatch, name, seed) -> Iterator[tuple[bool, bool]]:

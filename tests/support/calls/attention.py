@@ -14,10 +14,9 @@ PAGES, PAGE = 6, 4
 
 def _dense():
     return {
-        "query": randn(BATCH, HEADS, ROWS, DIM),
-        "key": randn(BATCH, KV_HEADS, KEYS, DIM),
+        "query": randn(BATCH, HEADS, ROWS, DIM), "key": randn(BATCH, KV_HEADS, KEYS, DIM),
         "value": randn(BATCH, KV_HEADS, KEYS, DIM, seed=1),
-    }
+    }  # fmt: skip
 
 
 def _packed():

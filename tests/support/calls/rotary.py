@@ -10,12 +10,10 @@ from tests.support.calls.call import Call, public, randn, raw
 def calls() -> Iterator[Call]:
     def own():
         return {
-            "query": randn(2, 4, 5, 8),
-            "key": randn(2, 2, 5, 8, seed=1),
-            "cos": randn(7, 6, seed=2),
-            "sin": randn(7, 6, seed=3),
+            "query": randn(2, 4, 5, 8), "key": randn(2, 2, 5, 8, seed=1),
+            "cos": randn(7, 6, seed=2), "sin": randn(7, 6, seed=3),
             "positions": torch.tensor([[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]),
-        }
+        }  # fmt: skip
 
     def weights():
         return {"query_weight": randn(8, seed=4), "key_weight": randn(8, seed=5)}
