@@ -174,18 +174,21 @@ def test_normalized_shape_of_traced_sizes():
     assert torch.equal(traced(x, weight), norm(x, weight))
 
 
+# The call of a saved program, in another process.
+ELSEWHERE = """
+import sys, warnings, torch, onepass
+warnings.simplefilter('ignore')
+torch.set_num_threads(1)  # as here: torch's products depend on it
+x, y = torch.load(sys.argv[2])
+"""
+
+
 def test_another_process_loads_a_trace(tmp_path):
     model = build("encoder layer").eval()
     x = torch.randn(2, 5, 16)
     torch.jit.save(torch.jit.trace(model, x), tmp_path / "model.pt")
     torch.save((x, model(x)), tmp_path / "call.pt")
-    program = (
-        "import sys, warnings, torch, onepass\n"
-        "warnings.simplefilter('ignore')\n"
-        "torch.set_num_threads(1)\n"  # as here: torch's products depend on it
-        "x, y = torch.load(sys.argv[2])\n"
-        "assert torch.equal(torch.jit.load(sys.argv[1])(x), y)\n"
-    )
+    program = ELSEWHERE + "assert torch.equal(torch.jit.load(sys.argv[1])(x), y)"
     fresh.run(program, tmp_path / "model.pt", tmp_path / "call.pt", check=True)
 
 
@@ -261,17 +264,13 @@ def test_another_process_exports_a_saved_program_to_onnx(everything, tmp_path):
     model, x, y = everything
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
     torch.save((x, y), tmp_path / "call.pt")
-    program = (
-        "import sys, warnings, torch, onepass\n"
-        "warnings.simplefilter('ignore')\n"
-        "from onnx.reference import ReferenceEvaluator\n"
-        "x, y = torch.load(sys.argv[2])\n"
-        "program = torch.export.load(sys.argv[1])\n"
-        "model = torch.onnx.export(program, (x,), dynamo=True, verbose=False).model_proto\n"
-        "name = model.graph.input[0].name\n"
-        "(got,) = ReferenceEvaluator(model).run(None, {name: x.numpy()})\n"
-        "torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-5, atol=1e-5)\n"
-    )
+    program = f"""{ELSEWHERE}
+from onnx.reference import ReferenceEvaluator
+program = torch.export.load(sys.argv[1])
+model = torch.onnx.export(program, (x,), dynamo=True, verbose=False).model_proto
+(got,) = ReferenceEvaluator(model).run(None, {{model.graph.input[0].name: x.numpy()}})
+torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-5, atol=1e-5)
+"""
     fresh.run(program, tmp_path / "model.pt2", tmp_path / "call.pt", check=True)
 
 

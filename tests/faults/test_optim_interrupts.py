@@ -37,35 +37,29 @@ def quick_of(names):
     return pytest.mark.parametrize("name", slow)
 
 
-def plain(name):
-    return made(name, SHAPES)
+OPTIONS = {
+    "plain": {},
+    "rounding": dict(master="remainder16", state_dtype="bfloat16", zero_grads=True),
+    "limited": dict(master="fp32", state_dtype="int8", max_grad_norm=0.5),
+    "gapped": dict(master="fp32", zero_grads=True),
+    "averaging": dict(ema_decay=0.9, ema_dtype="param"),
+}
 
 
-def rounding(name):
-    return made(name, SHAPES, BF16, master="remainder16", state_dtype="bfloat16", zero_grads=True)
-
-
-def limited(name):
-    return made(name, SHAPES, BF16, master="fp32", state_dtype="int8", max_grad_norm=0.5)
-
-
-def gapped(name):
-    """Parameters with gaps are stepped as copies, gradients in another order likewise."""
-    optimizer = made(name, [(4, 6), (5, 8)], BF16, master="fp32", zero_grads=True)
+def maker(kind, name):
+    if kind == "plain":
+        return made(name, SHAPES)
+    if kind != "gapped":
+        return made(name, SHAPES, BF16, **OPTIONS[kind])
+    # Parameters with gaps are stepped as copies, gradients in another order likewise.
+    optimizer = made(name, [(4, 6), (5, 8)], BF16, **OPTIONS[kind])
     for p in members(optimizer):
         p.data = p.detach().clone().t().contiguous().t()[:, ::2]
     return optimizer
 
 
-def averaging(name):
-    return made(name, SHAPES, BF16, ema_decay=0.9, ema_dtype="param")
-
-
-MAKERS = {maker.__name__: maker for maker in (plain, rounding, limited, gapped, averaging)}
-
-
 def stepped(kind, name, taken):
-    optimizer = steps(MAKERS[kind](name), taken)
+    optimizer = steps(maker(kind, name), taken)
     give_gradients(optimizer, taken)
     return optimizer
 
@@ -90,13 +84,13 @@ def check(make, call, again, most=MOST):
     return met
 
 
+def step(optimizer):
+    optimizer.step()
+
+
 def check_step(make, taken, most=MOST):
     met = check(make, step, lambda optimizer: steps(optimizer, 2, first=taken + 1), most)
     assert met == {0, 1}
-
-
-def step(optimizer):
-    optimizer.step()
 
 
 after = pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
@@ -104,7 +98,7 @@ after = pytest.mark.parametrize("taken", [0, 2], ids=["first", "third"])
 
 @names
 @after
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.grid(2)
 def test_step(kind, taken, name):
     check_step(lambda: stepped(kind, name, taken), taken)

@@ -75,16 +75,13 @@ def turing(monkeypatch):
 REASON = "the device has compute capability 7.5, and onepass needs 8.0 or newer"
 
 
-def test_commands_refuse_it(turing, capsys):
+def test_commands_refuse_it(turing, capsys, monkeypatch):
     assert _library.no_cuda() == REASON
     for command in ("bench", "compare"):
         assert cli.main([command, "--device", "cuda"]) == 2
         assert capsys.readouterr().err.strip().endswith(REASON)
-
-
-def test_newer_devices_are_welcome(turing, monkeypatch):
-    for capability in ((8, 0), (8, 9), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    for newer in ((8, 0), (8, 9), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: newer)
         assert _library.no_cuda() == ""
 
 
