@@ -2,6 +2,7 @@
 
 import gc
 import traceback
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_a_model_of_real_size_is_near_what_is_measured(name, mode, monkeypatch):
 
 def twice(width: int) -> nn.Module:
     """y = (x w) w, whose loss is the mean square."""
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
+    layers = {name: nn.Linear(width, width, bias=False) for name in ("first", "second")}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def test_every_number_of_a_model_that_can_be_counted_by_hand():
@@ -108,7 +110,7 @@ def test_every_number_of_a_model_that_can_be_counted_by_hand():
     assert found.saved == 3 * row  # and the batch
     assert found.optimizer_state == 0
     of_modules = {(entry["name"], entry["bytes"]) for entry in found.modules}
-    assert of_modules == {("0", row), ("1", row)}
+    assert of_modules == {("first", row), ("second", row)}
     assert found.peaks["forward"] == 2 * weight + row + 3 * row + 4
     assert sum(found.at_peak.values()) == found.peak == max(found.peaks.values())
     assert found.to_dict()["peak"] == found.peak
