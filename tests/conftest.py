@@ -1,7 +1,5 @@
 """Shared by all tests: threads, seeds, and the runs at lower CPU levels."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -3,8 +3,6 @@
 A failure names the missing part.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import inspect

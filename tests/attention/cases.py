@@ -1,7 +1,5 @@
 """The attention family under one description, so that a test body serves every combination."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Attention on CUDA: tests shared with the CPU compare bits, so sums are deterministic."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.attention.cuda_cases import judge_one_draw_first

@@ -7,8 +7,6 @@ bucket of head dims (64, 128, 256) has dims that fill it, that leave out slabs o
 rows are no multiple of 16 bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

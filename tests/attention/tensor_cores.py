@@ -1,7 +1,5 @@
 """Products as tensor cores compute them, for results that are held to stock PyTorch's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Attention by a BlockMask of flex_attention: tiles by its indices, on the CPU."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

@@ -2,8 +2,6 @@
 by a model of a device, where every block goes to the slot that is free first.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Attention's promises beside its values: threads, batches, memory, and errors."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Values of each option alone are those of the family's other tests.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention's backward kernels under the emulator: each gradient alone, order, traffic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention's forward kernels under the emulator: dependence of rows, traffic, resources."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 and their errors. Values of every option are in the kernels' tests, where TF32 is one of the kinds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

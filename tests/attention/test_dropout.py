@@ -4,8 +4,6 @@ Whether a score is dropped depends on (seed, batch, head, query, key) alone:
 reference.attention.keep_scale has the formula.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention where numbers or sizes are extreme, empty or not finite."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """scaled_dot_product_attention agrees with torch's function, and has a few more arguments."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

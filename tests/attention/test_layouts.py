@@ -1,7 +1,5 @@
 """Attention: tensors of any strides, broadcast and offset; the layout of the results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients where many keys share a row's probability: lse is large beside each score."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """MultiheadAttention and the transformer layers against torch's: same arguments, same numbers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

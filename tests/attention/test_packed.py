@@ -1,7 +1,5 @@
 """Attention over sequences of different lengths: packed, partly used, in pages."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 

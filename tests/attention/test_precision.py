@@ -3,8 +3,6 @@
 Options and storages are those of all calls; the CPU level that has dot products computes them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

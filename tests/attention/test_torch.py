@@ -1,7 +1,5 @@
 """The attention family inside torch: second derivatives, fakes, compile, export, transforms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ Every result is held to the reference in float64 by the numerics rule; `base` is
 where it has one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention against a KV cache under one description, as attention/cases.py is of attention."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence

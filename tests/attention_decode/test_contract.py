@@ -3,8 +3,6 @@
 Errors, and that a refused call writes nothing, are in test_messages.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

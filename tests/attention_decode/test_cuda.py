@@ -5,8 +5,6 @@ at least (csrc/cuda/attention/decode.h), runs 16 chunks, and a sequence 128 chun
 2,500 and 20,000 keys are several chunks, several runs, and chunks of more keys than the least.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

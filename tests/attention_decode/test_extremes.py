@@ -1,7 +1,5 @@
 """Decoding where sizes or numbers are extreme, empty or not finite."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """attention_with_kv_cache: its additions to the ops, and its own errors."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

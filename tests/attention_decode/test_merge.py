@@ -1,7 +1,5 @@
 """merge_attention_states: merged attention to parts of the keys equals attention to all keys."""
 
-from __future__ import annotations
-
 import math
 import re
 

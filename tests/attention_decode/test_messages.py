@@ -1,7 +1,5 @@
 """Decoding's errors, with their messages; a refused call writes nothing."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.attention_decode.cases import int32

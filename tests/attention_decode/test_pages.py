@@ -1,7 +1,5 @@
 """Decoding against pages: shuffled, shared, partly used; and caches and tensors of any strides."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ A plan may not read lengths, so its workspace must suffice for every sequence th
 and where chunks begin may depend on a sequence's own length and window alone.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 from dataclasses import dataclass, replace

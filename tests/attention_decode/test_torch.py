@@ -1,7 +1,5 @@
 """Decoding inside torch: compile, which must not copy a cache, and export."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -5,8 +5,6 @@ rule; `base` is torch's function on each sequence's gathered keys where it has o
 are not keys are NaN, and memory that must not be written is compared bit for bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

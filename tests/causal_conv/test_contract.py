@@ -1,7 +1,5 @@
 """What causal convolutions promise beside values: bits, memory orders, memory, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

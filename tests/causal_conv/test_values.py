@@ -1,7 +1,5 @@
 """Values and gradients of causal convolutions, by the numerics rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

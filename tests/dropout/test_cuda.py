@@ -3,8 +3,6 @@
 Its values are those of test_values.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

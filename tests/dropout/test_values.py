@@ -1,7 +1,5 @@
 """Dropout and add_dropout: the stream, gradients, and randomness as in torch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

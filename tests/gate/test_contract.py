@@ -1,7 +1,5 @@
 """Every message, with data and without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every layout of every tensor: the same bits as dense ones, read in place or copied once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

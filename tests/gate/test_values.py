@@ -1,7 +1,5 @@
 """Values and gradients of gated activations, against torch's compositions by the numerics rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

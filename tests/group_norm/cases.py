@@ -1,7 +1,5 @@
 """Calls of the group norm family: tensors, and results by ours, by torch, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Every message. Those without data, and of arguments of wrong types, are tests of all_families."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Their values are those of test_values.py.
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers that are not finite, large, small, far from zero: torch's results."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Every layout of every tensor: read in place or copied once, and the order of the output's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Values and gradients of group norm, against torch's by the numerics rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ import fails at two operators that the library would declare. Here they are decl
 them: timm and transformers use the parts of torchvision that are written in Python.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

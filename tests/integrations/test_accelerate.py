@@ -1,8 +1,6 @@
 """onepass's modules and optimizers prepared by Accelerate; on several processes:
 tests/distributed/test_accelerate.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

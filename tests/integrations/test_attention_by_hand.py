@@ -1,8 +1,6 @@
 """Whose attention by hand a swap takes, tried on the packages that are installed: the table of
 docs/swap.md."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable

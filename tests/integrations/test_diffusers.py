@@ -1,7 +1,5 @@
 """Models of diffusers, whose attention goes through `dispatch_attention_fn`."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,8 +1,6 @@
 """diffusers' norms: with scale and shift, or with silu, in one pass, or the reason why not; their
 values are those of tests/swap/test_kinds.py."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """flash_attn's names against their documented meaning, by the reference in plain torch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """flash_attn's names refuse the same calls as flash_attn, with its argument names and layouts."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

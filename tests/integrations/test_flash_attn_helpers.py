@@ -1,7 +1,5 @@
 """flash_attn.bert_padding and flash_attn.layers.rotary, against their meaning in plain torch."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

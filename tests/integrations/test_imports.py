@@ -1,8 +1,6 @@
 """Modules of `onepass.integrations` import their package when they are used, and name it if it is
 missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Under PyTorch Lightning's trainer: the callback that swaps, mixed precision, clipping."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Swapped models of sentence-transformers: embeddings, gradients, saved models, its Trainer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """onepass's optimizers by name in timm's registry, and a swapped model of timm."""
 
-from __future__ import annotations
-
 import builtins
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """A model of torchtitan whose norms, attention, loss and optimizer its overrides replace."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

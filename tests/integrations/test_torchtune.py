@@ -1,7 +1,5 @@
 """Swapped models of torchtune: outputs, gradients, LoRA, caches, its loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """transformers' Trainer with onepass's optimizers and the callback that swaps."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """swap(lazy_logits=True) under transformers' Trainer, parts of which read logits."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """onepass's attention in models of transformers: values, gradients, training, generation."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """attach and detach: models, copies, checkpoints; swap, verify and explain of attached models."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

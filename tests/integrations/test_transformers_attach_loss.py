@@ -1,7 +1,5 @@
 """attach: the loss of models of transformers, with and without their logits."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

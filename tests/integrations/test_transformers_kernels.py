@@ -4,8 +4,6 @@ This transformers refuses version 0.17 of the package kernels. The tests make it
 newer: it exports the same names.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import importlib.util

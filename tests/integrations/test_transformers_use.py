@@ -1,7 +1,5 @@
 """Models of transformers on onepass's attention in use: generation and training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Small models of transformers with random weights, and their inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Calls of the linear family: tensors of a layer, and its results by ours, by torch, in float64."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Promises for any numbers: equal bits, memory, tensors kept for the backward, and errors."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import itertools

@@ -1,8 +1,6 @@
 """Epilogues: activation, dropout and residual, against the same steps of torch after F.linear, by
 the numerics rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Numbers that are not finite, large, small or alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

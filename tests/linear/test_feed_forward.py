@@ -1,7 +1,5 @@
 """The feed-forward blocks of the transformer layers: two calls have the results of the parts."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

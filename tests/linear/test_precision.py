@@ -1,7 +1,5 @@
 """Products of float32 whose factors are rounded to bfloat16, because the user said so."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,8 +1,6 @@
 """The linear family inside torch: derivatives, transforms, fakes, compile, export, autocast, the
 module, subclasses."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The linear layer's output and gradients, held to F.linear's in float64 by the numerics rule."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

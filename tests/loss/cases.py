@@ -1,8 +1,6 @@
 """Calls of the loss family: logits or a layer's input, targets, options; results by ours, by torch,
 in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

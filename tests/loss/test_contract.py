@@ -1,7 +1,5 @@
 """Every message of both losses, with data and without; and the promises of a gradient in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Logits that are not finite, large, masked; rows without a target."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

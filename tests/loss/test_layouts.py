@@ -1,7 +1,5 @@
 """Rows that begin anywhere, sizes that fit no vector, no rows; see all_families/test_layouts.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """linear_cross_entropy: values and gradients by the numerics rule, layouts, extremes, memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`linear_cross_entropy` in float32 whose products take factors rounded to bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Both losses with torch: compile, vmap, autocast, checkpoints, copies, `explain`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

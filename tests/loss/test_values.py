@@ -1,7 +1,5 @@
 """Values and gradients of cross entropy, against torch's by the numerics rule."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

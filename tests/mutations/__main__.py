@@ -7,8 +7,6 @@ once, each behind a switch that the environment sets: one build serves all. Faul
 written into the copy one at a time. Exits with 1 if a fault goes unnoticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The faults: one expression each, and the tests that should notice it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The list of faults against the files that it names."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutations.__main__ import ROOT, planted

@@ -1,7 +1,5 @@
 """The norm family under one signature, so that a test body serves all four functions."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """Norms, plain and after an add, those with a scale of their own for each sample, and calls whose
 branch is scaled: tensors, and results by ours, by torch, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

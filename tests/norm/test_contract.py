@@ -1,8 +1,6 @@
 """Every message of norms, modulated norms and scaled branches. Those without data, and of arguments
 of wrong types, are tests of all_families."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

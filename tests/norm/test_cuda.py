@@ -3,8 +3,6 @@
 Their values are those of test_values.py; test_forms_cuda.py has addresses and order.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """Values and gradients of modulated norms and of scaled branches, against torch's compositions; and
 what all forms of norms promise alike."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

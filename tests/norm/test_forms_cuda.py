@@ -2,8 +2,6 @@
 addresses, order and parts of all norms. Their values are those of test_forms.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

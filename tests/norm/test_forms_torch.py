@@ -1,7 +1,5 @@
 """Modulated norms and scaled branches as modules, in models and inside torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The norm family inside torch: modules, what a residual is, gradients of gradients."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ Every result is held to the reference in float64 by the numerics rule; `base` is
 On every executor, except tests of threads and sizes. test_forms.py has what holds for all forms.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Helpers of the optimizers' tests: ours and torch's under one name, runs, comparisons."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle

@@ -1,7 +1,5 @@
 """`fused_accumulate`: gradients are taken while backward computes them."""
 
-from __future__ import annotations
-
 import copy
 import math
 

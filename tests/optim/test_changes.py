@@ -1,7 +1,5 @@
 """A model that changes in mid-training, and steps that are hard for small states."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

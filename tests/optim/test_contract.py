@@ -1,7 +1,5 @@
 """The optimizers on the CPU: layouts, contract, extremes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Everything here works on the parameters' device, whatever torch's default device is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

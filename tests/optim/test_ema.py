@@ -1,7 +1,5 @@
 """`ema_decay`: averages of the parameters, updated in the step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Adafactor and LAMB: optimizers whose formula depends on a whole tensor (`FormulaOptimizer`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

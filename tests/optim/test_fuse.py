@@ -1,7 +1,5 @@
 """Copies of optimizers, and fuse: torch's optimizers replaced in mid-training."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """More elements than 32 bits can count."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 import torch

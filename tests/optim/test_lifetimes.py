@@ -1,7 +1,5 @@
 """Lifetimes: a deleted optimizer keeps nothing alive."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

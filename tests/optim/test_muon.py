@@ -1,7 +1,5 @@
 """Muon on the CPU: values, torch's form of it, stacked matrices, options, settings."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

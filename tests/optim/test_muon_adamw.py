@@ -1,7 +1,5 @@
 """Muon and AdamW as one optimizer: the same steps as two optimizers, and groups of a model."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

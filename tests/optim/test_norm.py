@@ -1,7 +1,5 @@
 """Norms, GradScaler and zeroed gradients in an optimizer's step; steps that are skipped."""
 
-from __future__ import annotations
-
 import copy
 import math
 

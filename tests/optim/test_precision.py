@@ -5,8 +5,6 @@ check in 5e8 draws of seeds; there are about 300 of them, so the file fails by c
 in a million, and the seeds are fixed.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The optimizers' state: checkpoints both ways with torch, and changes from outside."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import defaultdict

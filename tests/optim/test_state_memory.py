@@ -1,7 +1,5 @@
 """States whose memory other code exchanges: steps use the new memory, checkpoints show it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The optimizers on the CPU: values in float32 and 16 bits, settings."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Combinations that are known to stall are warned of by name."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

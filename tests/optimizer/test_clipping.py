@@ -1,7 +1,5 @@
 """The optimizer family's operators: norms of gradients, and clipping."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ on a device too.
 Norms and clipping are those of test_clipping.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 The optimizers' own calls never break these rules; tests/optim checks their results.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

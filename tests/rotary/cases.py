@@ -1,7 +1,5 @@
 """A case of rotary embedding, and how it is checked: outputs and gradients by the numerics rule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary embedding's errors, each message."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

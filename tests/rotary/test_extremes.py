@@ -1,7 +1,5 @@
 """Rotary embedding of infinities, NaN and numbers near the limits of a dtype: as torch's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

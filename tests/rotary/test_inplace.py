@@ -1,7 +1,5 @@
 """Query and key rotated in place: values, layouts, autograd, compilers, errors."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotary embedding of tensors of any layout: read in place, results in the same memory order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Their result in their own dtype is the base of the numerics rule, in float64 the reference.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """onepass.nn.RotaryEmbedding: its tables, its call, and its behaviour in a model."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

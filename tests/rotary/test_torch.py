@@ -1,7 +1,5 @@
 """Rotary embedding under autograd, torch.compile, export, vmap and autocast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

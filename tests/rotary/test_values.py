@@ -1,7 +1,5 @@
 """Rotary embedding: values and gradients, in every dtype, of both pairings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

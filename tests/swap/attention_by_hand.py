@@ -3,8 +3,6 @@
 More of them, in models of transformers, are those of tests/integrations/test_attention_by_hand.py.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Fixtures of the tests of swap."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -3,8 +3,6 @@
 More ways, which are read by the same code, are those of foreign_linear.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

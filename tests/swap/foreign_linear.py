@@ -1,7 +1,5 @@
 """Modules that hold weights and call F.linear, in all the ways that occur in practice."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Norms of other libraries: RMS and layer norms, and modules that only look like one."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Small models of transformers, as they are and with a swapped loss, and comparisons."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Helpers of the tests of modules that call F.linear."""
 
-from __future__ import annotations
-
 from torch import nn
 
 import onepass

@@ -1,7 +1,5 @@
 """Odd arguments of modules of attention, and of calls of attention and of rotary functions."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

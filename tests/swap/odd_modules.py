@@ -1,7 +1,5 @@
 """Odd arguments of modules that take one tensor: inputs, changes after the swap, and modules."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What a report lists, the classes of a model, and the operators that a call runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

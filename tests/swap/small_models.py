@@ -1,7 +1,5 @@
 """Small models of other libraries."""
 
-from __future__ import annotations
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="its modules are swapped")

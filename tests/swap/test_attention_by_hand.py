@@ -1,7 +1,5 @@
 """swap, kind "attention": softmax(q k^T) v that is written by hand."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """swap, kind "attention" by hand: the calls of torch's functions in it."""
 
-from __future__ import annotations
-
 import contextlib
 from random import Random as Rng
 

@@ -1,7 +1,5 @@
 """Attention that a swapped model leaves to torch on newer GPUs; tensors only claim to be there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

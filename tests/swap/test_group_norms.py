@@ -1,7 +1,5 @@
 """Group norms: alone in 16 bits, and with silu after them in an nn.Sequential."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

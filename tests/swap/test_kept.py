@@ -3,8 +3,6 @@
 Those that it takes are in test_kinds.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What holds for every kind of swap: a table of modules, and the tests that each of them passes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

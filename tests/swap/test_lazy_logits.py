@@ -1,7 +1,5 @@
 """swap, kind "loss", of models of transformers: with lazy_logits=True without their logits."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """swap(lazy_logits=True): logits are right or refused, in every way of reading them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

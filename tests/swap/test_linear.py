@@ -1,8 +1,6 @@
 """Linear layers are taken where torch's products are slow, by dtype, CPU and torch's own path: the
 report, torch's transforms, graphs and quantization."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -1,8 +1,6 @@
 """swap, kind "linear": modules that hold weights and call F.linear, also beside attention, in the
 rest of torch, and in whole models."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -3,8 +3,6 @@
 What every kind of swap does is tested on these modules in test_kinds.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """swap, kind "mlp": gated feed-forward blocks of other libraries, by their parts and a probe."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

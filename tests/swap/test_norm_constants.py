@@ -1,7 +1,5 @@
 """Norms whose forward holds its eps as a number, such as nanoGPT's."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Norms that swap accepts: the probe's verdicts, and the behaviour of accepted norms."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

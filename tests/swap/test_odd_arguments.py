@@ -5,8 +5,6 @@ give results of the same shapes, dtypes, memory order and need of a gradient, wi
 gradients by the numerics rule. `DIFFERENT` lists the cases where they rightly differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

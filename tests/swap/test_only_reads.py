@@ -1,8 +1,6 @@
 """A dry run, an exclusion, and a swap that takes nothing run no code of the user's: no
 parametrization, no property, no hook."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -4,8 +4,6 @@ The same change is made to a stock copy. Everything is in float64, where both co
 numbers, and each change is far larger than rounding.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Swapped transformers models under peft: LoRA, modules_to_save, merging, adapters on disk."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

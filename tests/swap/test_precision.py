@@ -1,7 +1,5 @@
 """`swap(precision=)`: products of float32 in one model, without torch's global setting."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """A swap keeps nothing alive once the model is deleted or unswapped."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -2,8 +2,6 @@
 modules work whose forward is wrapped after a swap, also after `unswap`: the wrapper holds the
 swapped forward."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

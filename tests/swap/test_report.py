@@ -1,7 +1,5 @@
 """The report of a swap: tables, notes, a line for a log, data and HTML; the line of `unswap`."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """swap, kind "rotary": functions with cos and sin that a forward calls, by a numeric test."""
 
-from __future__ import annotations
-
 import pickle
 import types
 

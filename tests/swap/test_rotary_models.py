@@ -1,7 +1,5 @@
 """swap, kind "rotary": models of transformers."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

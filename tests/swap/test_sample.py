@@ -1,7 +1,5 @@
 """`swap(sample=)`: what gains on a batch is swapped, by a clock that counts given costs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Calls too small to gain run torch's own kernel, and the record says so."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """swap, unswap, swapped: changes in a model, unchanged parts, the options, and modules that the
 user vouches for by force."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Swapped models inside torch: encoders, autocast, compile, export, DDP, FSDP, checkpointing."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """`swap` of models of transformers: attention by its name in the config, and undoing it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

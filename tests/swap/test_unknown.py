@@ -1,8 +1,6 @@
 """Modules that are left as they are: related ones without a rule are listed as unknown, and not
 their wrappers; those that refuse another class are listed as skipped."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,8 +1,6 @@
 """Report.verify passes equal models, finds differences, and leaves no trace; padding, lucky draws,
 verdicts by the loss, and interrupts."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Report.verify with dropout on: stock has the masks of the swapped model."""
 
-from __future__ import annotations
-
 import random
 import sys
 

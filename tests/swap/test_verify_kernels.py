@@ -1,8 +1,6 @@
 """Report.verify finds every operator whose results are wrong by a hundredth; its verdict says which
 kernels it is about, and when it can say nothing."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
