@@ -134,6 +134,20 @@ def test_compiled(kind):
 
 
 @needs_dots
+def test_a_change_compiles_again():
+    model, x = made("calls")
+    onepass.swap(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = []
+    for precision in ("highest", "medium", "highest"):
+        onepass.swap(model, precision=precision)
+        found.append(compiled(x))
+        assert torch.equal(found[-1], model(x))
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
+@needs_dots
 @pytest.mark.parametrize("kind", ["linear", "attention", "encoder", "calls"])
 def test_verify_tells_the_distance_from_float32(kind):
     model, x = made(kind)

@@ -49,7 +49,6 @@ class Swapped:
 
     _onepass_original: type
     _onepass_to: dict[str, str]  # the operator that computes now, by kind, for the report
-    _onepass_precision = None  # of float32 products, as `swap` was asked; None: torch's setting
 
     __prepare_scriptable__ = refuse_script
 
