@@ -261,7 +261,7 @@ _traced = tracing.operator(
     "linear_cross_entropy",
     "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
     "SymInt ignore_index, float label_smoothing, float softcap, float z_loss, int reduction_kind, "
-    "ScalarType? cast, ScalarType? cast_weight, ScalarType? out_dtype, bool round_factors=False) "
+    "ScalarType? cast, ScalarType? cast_weight, ScalarType? out_dtype, bool round_factors) "
     "-> Tensor",
     _compute,
 )

@@ -40,12 +40,11 @@ _ROUNDED = (
     "far the results are from float32's"
 )
 _IN_FLOAT32 = (
-    "precision={precision!r}: the products of float32 in {modules} stay in float32, whatever "
-    "torch's setting"
+    "precision={precision!r}: products of {modules} stay in float32, whatever torch's setting"
 )
 _WITHOUT_DOTS = (
-    "precision='medium' changes nothing on this CPU (level {level}), which has no dot products of "
-    "bfloat16; float32 products stay in float32"
+    "precision='medium' changes nothing on this CPU; it has no dot products of bfloat16 (level "
+    "{level}), and float32 products stay in float32"
 )
 _NEED_WEIGHTS = (
     "{names}: only calls with need_weights=False gain; with True, torch's default, torch computes "

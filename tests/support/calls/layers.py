@@ -31,6 +31,7 @@ def _norms():
     yield public("layer_norm", plain, stock=layer_norm, **of)
     yield public("rms_norm", no_bias, stock=rms_norm, **of)
     of["options"] = of["options"] | {"dropout_p": 0.3}
+    of["optional"] += ("residual",)
     yield public("add_layer_norm", added, **of)
     yield public("add_rms_norm", lambda: added(False), **of)
 
