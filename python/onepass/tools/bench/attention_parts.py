@@ -107,7 +107,9 @@ def case_of(
     make_stock: Callable[[], list[Tensor]] | None = None,
     checked: Callable[[], list[Tensor]] | None = None,
     device: str = "cpu",
+    rounds: bool = False,
 ) -> Case:
+    """`rounds`: factors of float32 products, to bfloat16."""
     batch, heads, seq, head_dim = shape
     if batch_pairs is None:
         batch_pairs = batch * pairs(seq, causal=kind.endswith("causal"))
@@ -126,7 +128,7 @@ def case_of(
         compiles=False,
         make_checked=checked,
         flops=flops(batch_pairs, heads, head_dim, phase) + more_flops,
-        dots=dtype is torch.bfloat16 or (device == "cuda" and dtype is torch.float16),
+        dots=rounds or dtype is torch.bfloat16 or (device == "cuda" and dtype is torch.float16),
         make_stock=make_stock,
     )
 

@@ -8,7 +8,8 @@ kernel computes beyond the diagonal, a window or a sequence's end, and the softm
 
 A backward alone is torch.autograd.grad on a graph that is kept. torch.compile is left out: it calls
 the same attention kernel and has nothing to fuse around it. torch gets its masks as floats made
-beforehand: of boolean ones it makes those in every call.
+beforehand: of boolean ones it makes those in every call. Cases named medium round the factors of
+float32 products to bfloat16, where the CPU has dot products.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional, nn
+from onepass._policy.precision import rounds_factors
 from onepass.reference.attention import attention as reference
+from onepass.reference.products import factors
 from onepass.tools.bench import attention_cuda
 from onepass.tools.bench.attention_parts import (
     FILL,
@@ -48,6 +51,7 @@ CAUSAL = (
     (1, 4, 1024, 128),
 )
 FULL = ((1, 8, 512, 64), (1, 4, 2048, 64), (1, 4, 2048, 128))
+MEDIUM = ((1, 8, 1024, 64), (1, 4, 1024, 128))
 DROPOUT = (1, 8, 1024, 64)
 WINDOWED = (1, 2, 8192, 64)
 STREAM = (1, 4, 4096, 64)  # of documents
@@ -69,6 +73,25 @@ def _as_bias(mask: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=1)
 def _band(seq: int) -> Tensor:
     return _as_bias(torch.ones(seq, seq, dtype=torch.bool, device="cpu").tril().triu(1 - WINDOW))
+
+
+def _medium() -> Operator:
+    """Causal attention whose products round their factors, beside that in float32."""
+
+    def ours(precision: str) -> Callable[..., tuple[Tensor, ...]]:
+        call = partial(functional.scaled_dot_product_attention, is_causal=True)
+        return lambda q, k, v: (call(q, k, v, precision=precision),)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (reference(*factors(True, q, k, v), window_right=0)[0],)
+
+    return Operator(
+        ours("medium"),
+        dense("causal").stock,
+        exact,
+        base=lambda q, k, v: (reference(q, k, v, window_right=0, round_factors=True)[0],),
+        others={"float32": ours("highest")},
+    )
 
 
 def _windowed() -> Operator:
@@ -220,6 +243,10 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
             for dtype in DTYPES:
                 for phase in PHASES:
                     yield case_of(kind, dense(kind), shape, phase, dtype=dtype)
+    if rounds_factors("medium"):
+        for shape in (QUICK,) if quick else MEDIUM:
+            for phase in PHASES:
+                yield case_of("medium-causal", _medium(), shape, phase, rounds=True)
     yield from _dropout_cases(quick)
     yield from _window_cases(quick)
     yield from _mask_cases(quick)
