@@ -78,10 +78,9 @@ def row_of(case: Case, limits: Ceilings = LIMITS) -> Row:
 
 def test_share_is_of_the_fastest_round_and_of_the_unit_that_computes(capsys):
     for case in with_flops():
-        dtype = parts(case)[1]
         row = row_of(replace(case, flops=50 * 10**9))
         assert row.gflops == 50.0
-        assert row.share == (0.125 if dtype is torch.bfloat16 else 0.5)
+        assert row.share == (0.125 if case.dots else 0.5)
         without = replace(LIMITS, bf16_dot_gflops=0.0)
         assert row_of(replace(case, flops=50 * 10**9), without).share == 0.5
         written = row.to_dict()
