@@ -47,6 +47,13 @@ def rounds_factors(precision: str | None = None) -> bool:
     return float32_precision() == "bf16"
 
 
+def only_torch_rounds(precision: str | None) -> bool:
+    """Whether torch's own products may round factors where this precision asks for float32."""
+    if precision in (None, "medium"):
+        return False
+    return _global_rounds() if torch.compiler.is_compiling() else float32_precision() == "bf16"
+
+
 def sentence(own: set[str | None]) -> str:
     """Says what was asked of float32 products beside torch's default, and whether this CPU does it.
 

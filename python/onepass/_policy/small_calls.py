@@ -20,7 +20,7 @@ from onepass._compiling import constant_where_traced
 from onepass._imported import is_dtensor
 from onepass._ops import linear_loss, tracing
 from onepass._policy import products
-from onepass._policy.precision import precision_of
+from onepass._policy.precision import only_torch_rounds, precision_of
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # Per thread, (in training, in inference): elements of a layer norm (Zen 3, AVX2; training in
@@ -193,9 +193,9 @@ def group_norm_is_small(input: Tensor, num_groups: int, activated: bool = False)
     return _has_fewer_elements(bounds, input, "group_norm")
 
 
-def linear_is_small(input: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own product takes less time; logged."""
-    if not input.is_cpu:
+def linear_is_small(input: Tensor, weight: Tensor, precision: str | None = None) -> bool:
+    """Whether torch's own product takes less time, and has the module's precision; logged."""
+    if not input.is_cpu or only_torch_rounds(precision):
         return False
     if torch.compiler.is_compiling():
         return _is_small_as_compiled(input, weight)
@@ -263,6 +263,8 @@ def linear_calls_are_small(module: nn.Module, args: tuple, named: dict) -> bool:
     shape, precision = (rows, columns), precision_of(module)
     if input.is_cpu and products.is_as_fast(dtype, shape, precision=precision):
         return True
+    if only_torch_rounds(precision):
+        return False
     bound = _least(LEAST_LINEAR_CALLS, input, training, dtype)
     few = _are_few_rows(dtype, rows) or (rows == 1 and _is_fast_with_a_row(dtype, training))
     if not bound or (rows * size >= bound and not few):

@@ -107,7 +107,7 @@ def linear_gains(
     return (
         weight is not None
         and weight.dim() == 2
-        and not small_calls.linear_is_small(input, weight)
+        and not small_calls.linear_is_small(input, weight, precision)
         and _is_usual(input, weight, bias)
         and products.gains(input, weight, precision)
         and forward_ad._current_level < 0
