@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="the sweep is over its models")
 pytestmark = pytest.mark.slow  # processes that import torch and transformers
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "sweep.py"
 

@@ -243,7 +243,8 @@ def test_watching_survives_checkpoints_and_errors():
 
 
 def test_swapped_linear_layers_are_linear(monkeypatch):
-    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    reason = "its Conv1D is a linear layer with a transposed weight"
+    Conv1D = pytest.importorskip("transformers.pytorch_utils", reason=reason).Conv1D
     slow = products.Facts("AuthenticAMD", mkl=True, bfloat16=False, float16=False)
     monkeypatch.setattr(products, "facts", lambda: slow)
     model = nn.Sequential(nn.Linear(8, 8), Conv1D(8, 8))

@@ -217,7 +217,7 @@ def test_own_model_in_bfloat16_with_a_batch_of_each_step():
 
 
 def test_own_model_of_transformers_is_attached():
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the model is one of its own")
     data = run_json("compare", *QUICK, "--optimizers", "fused", *model("transformer"))
     to = [entry["to"] for entry in data["swap_report"]["swapped"] if entry["kind"] == "attention"]
     assert to == ["onepass's attention, by transformers' registry"] * 2

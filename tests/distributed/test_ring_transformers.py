@@ -16,7 +16,8 @@ from tests.distributed.dtensors import mesh_of
 from tests.distributed.ranks import distributed, on_ranks, run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-register_ring = pytest.importorskip("onepass.integrations.transformers").register_ring
+from onepass.integrations.transformers import register_ring  # noqa: E402
+
 pytestmark = [*distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 BATCH, LENGTH, WORDS = 2, 16, 50

@@ -47,7 +47,7 @@ ACCEPTED = [
 
 
 def real(module: str, name: str) -> type[nn.Module]:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="its norms are looked at")
     return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
 
 
