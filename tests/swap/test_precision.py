@@ -116,6 +116,13 @@ def test_copies_keep_it_and_unswap_takes_it_back(kind):
         assert not any(policy.ATTRIBUTE in vars(module) for module in twin.modules())
 
 
+def test_a_second_call_changes_what_its_options_take():
+    model, _ = made("linear")
+    onepass.swap(model)
+    onepass.swap(model, precision="medium", exclude="2")
+    assert [vars(module).get(policy.ATTRIBUTE) for module in model] == ["medium", None, None]
+
+
 @needs_dots
 def test_a_block_restores_it():
     model, x = made("linear")

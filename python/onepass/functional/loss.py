@@ -126,7 +126,7 @@ def linear_cross_entropy(
         weight, label_smoothing, softcap, z_loss, reduction: as in `cross_entropy`.
         precision: of float32 products on a CPU, as in `linear`: with "medium" the factors of the
             logits and of the gradients' products are rounded to bfloat16. With a sharded
-            vocabulary (DTensor) they are float32.
+            vocabulary (DTensor) the products are torch's.
 
     Returns:
         Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,

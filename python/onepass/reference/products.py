@@ -37,26 +37,16 @@ def factors(round_factors: bool, *tensors: Tensor | None) -> tuple[Tensor | None
     return tuple(_Rounded.apply(x) if x is not None and x.dtype in wide else x for x in tensors)
 
 
-class _GradientRounded(torch.autograd.Function):
+class _GradientRounded(_Rounded):
     """x as it is; its gradient is rounded to bfloat16, in its own dtype."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x):
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        pass
-
-    @staticmethod
     def backward(ctx, dx):
         return _Rounded.apply(dx)
-
-    @staticmethod
-    def jvp(ctx, dx):
-        return dx.clone()
 
 
 def product(left: Tensor, right: Tensor, round_factors: bool = False) -> Tensor:

@@ -163,9 +163,16 @@ class Plan:
         return [Edit(module, ATTRIBUTE, self.precision) for module in self.modules_with_products()]
 
     def modules_with_products(self) -> list[nn.Module]:
-        """The swapped modules that have products of matrices."""
+        """The swapped modules that have products of matrices, but for earlier ones that the options
+        keep as they are."""
         names = {entry["name"] for entry in self.report.swapped if entry["kind"] in _WITH_PRODUCTS}
-        return [item.module for item in self.found if item.names[0] in names]
+        earlier = {name for name, _ in self.report._earlier}
+        return [
+            item.module
+            for item in self.found
+            if (name := item.names[0]) in names
+            and not (name in earlier and self._choice.refusal(item))
+        ]
 
     def leave_out(
         self, modules: set[int], reason: SkipReason, by_name: bool, only: str | None = None
