@@ -202,6 +202,16 @@ PYBIND11_MODULE(_C, m) {
       "bf16_dot_ceiling",
       [](double seconds) { return ceiling(attached().backend().bf16_dot_ceiling, seconds); },
       "GFLOP/s of one thread in bfloat16 dot products; 0 where the level has none.");
+  m.def(
+      "int8_dot_ceiling",
+      [](double seconds) {
+        if (!attached().machine().multiplies_bytes) return 0.0;
+        return ceiling(attached().backend().int8_dot_ceiling, seconds);
+      },
+      "Billions of operations per second of one thread in int8 dot products; 0 without VNNI.");
+  m.def(
+      "multiplies_bytes", [] { return attached().machine().multiplies_bytes; },
+      "Whether int8 products take one instruction for four: VNNI, or AVX-VNNI at level avx2.");
   m.def("attributes", &attributes, "The attribute of each object, and how many of them are None.");
   m.def("hold_same", &hold_same,
         "Whether lists and tuples hold the same objects as lists, each as its own.");

@@ -11,6 +11,7 @@ namespace onepass {
 // The facts that a plan may use besides the arguments. They change speed, never results.
 struct Machine {
   int32_t threads;
+  bool multiplies_bytes = false;  // whether the CPU has VNNI, or AVX-VNNI at the level avx2
 };
 
 struct Plan {

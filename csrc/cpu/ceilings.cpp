@@ -4,7 +4,7 @@
 
 #include <chrono>
 
-#include "cpu/vec.h"
+#include "cpu/vec_bytes.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -61,6 +61,25 @@ double bf16_dot_ceiling(double seconds) {
     for (int i = 0; i < kRepeats; ++i) {
       for (int c = 0; c < kChains; ++c) {
         sum[c] = _mm512_dpbf16_ps(sum[c], a, a);
+        asm volatile("" : "+x"(sum[c]));
+      }
+    }
+  });
+#else
+  (void)seconds;
+  return 0;
+#endif
+}
+
+double int8_dot_ceiling(double seconds) {
+#if defined(__AVX2__)
+  constexpr double kOperations = 2.0 * kChains * kRepeats * 4 * kLanes<float>;
+  return best_gflops(seconds, kOperations, [] {
+    SignedWords sum[kChains] = {};
+    const WordBits a = WordBits{} + 0x01010101u;
+    for (int i = 0; i < kRepeats; ++i) {
+      for (int c = 0; c < kChains; ++c) {
+        sum[c] = multiply_add_bytes(a, a, sum[c]);
         asm volatile("" : "+x"(sum[c]));
       }
     }

@@ -15,5 +15,6 @@ extern "C" onepass::Backend ONEPASS_JOIN(onepass_cpu_kernels_, ONEPASS_ISA)() {
   return {.name = ONEPASS_TEXT(ONEPASS_ISA),
           .fma_ceiling = onepass::cpu::fma_ceiling,
           .bf16_dot_ceiling = onepass::cpu::bf16_dot_ceiling,
+          .int8_dot_ceiling = onepass::cpu::int8_dot_ceiling,
           ONEPASS_OPERATORS(ONEPASS_TAKE_OPERATOR) ONEPASS_CPU_OPERATORS(ONEPASS_TAKE_OPERATOR)};
 }

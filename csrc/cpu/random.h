@@ -113,14 +113,15 @@ ONEPASS_INLINE void write_in_order(const PhiloxWords& drawn, uint16_t* values) {
 }
 
 // values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks from
-// first_block.
-inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values) {
+// first_block. Dropout's own stream is number 0.
+inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values,
+                 uint32_t stream = 0) {
   const uint32_t low = static_cast<uint32_t>(first_block);
   const WordBits c0 = block_of_lane() + low;
   const uint32_t high = static_cast<uint32_t>(first_block >> 32);
   const WordBits c1 = high + (WordBits)((WordBits)(c0 < low) & 1u);  // a carry out of the low word
-  write_in_order(philox4x32(dropout.key, {{c0, c1, WordBits{}, broadcast_word(dropout.offset)}}),
-                 values);
+  const WordBits c2 = broadcast_word(stream), c3 = broadcast_word(dropout.offset);
+  write_in_order(philox4x32(dropout.key, {{c0, c1, c2, c3}}), values);
 }
 
 // The columns that a tile of random values covers: its generation stays in L1.
@@ -131,12 +132,12 @@ struct KeepTile {
   const uint16_t* first;  // the value of the tile's first element
 
   // Draws the values of elements [element, element + count), count <= kDropoutTile.
-  void fill(const Dropout& dropout, int64_t element, int64_t count) {
+  void fill(const Dropout& dropout, int64_t element, int64_t count, uint32_t stream = 0) {
     const int64_t first_block = element / kElementsPerBlock;
     const int64_t last_block = (element + count - 1) / kElementsPerBlock;
     for (int64_t block = first_block; block <= last_block; block += kPhiloxLanes) {
       draw(dropout, static_cast<uint64_t>(block),
-           values + (block - first_block) * kElementsPerBlock);
+           values + (block - first_block) * kElementsPerBlock, stream);
     }
     first = values + (element - first_block * kElementsPerBlock);
   }
@@ -159,6 +160,12 @@ struct KeepTile {
       }
       return factor;
     }
+  }
+
+  // Numbers from [0, 1), of 16 bits, for the lanes from `column` of the tile.
+  ONEPASS_INLINE Vec<float> uniform(int64_t column) const {
+    const HalfBits drawn = *reinterpret_cast<const HalfBitsUnaligned*>(first + column);
+    return __builtin_convertvector((SignedWords)widen_bits(drawn), Vec<float>) * 0x1p-16f;
   }
 
   // to[i] = from[i] times the factor of element `element` + i, count <= kDropoutTile; from may be

@@ -1,4 +1,5 @@
-// The SIMD layer's part for codes of 8 bits: words as bytes and back, and a division.
+// The SIMD layer's part for codes of 8 bits: words as bytes and back, a division, and sums of
+// products of whole numbers.
 #pragma once
 
 #include "cpu/vec.h"
@@ -69,6 +70,54 @@ ONEPASS_INLINE WordBits third_of_rest(WordBits word) {
   return (WordBits)_mm256_mulhi_epu16(rest, _mm256_set1_epi32(21846));
 #else
   return (kFrom > word ? kFrom - word : WordBits{}) * 21846u >> 16;
+#endif
+}
+
+// The nearest whole number, of two the even one. |x| below 2^22.
+ONEPASS_INLINE SignedWords nearest_word(Vec<float> x) {
+#if defined(__AVX512F__)
+  return (SignedWords)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (SignedWords)_mm256_cvtps_epi32((__m256)x);
+#else
+  const Vec<float> magic = broadcast<float>(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+  return (SignedWords)(x + magic) - (SignedWords)magic;
+#endif
+}
+
+// Whether there is an instruction for multiply_add_bytes that CPUs of this level may have.
+#if defined(__AVX2__)
+inline constexpr bool kMayMultiplyBytes = true;
+#else
+inline constexpr bool kMayMultiplyBytes = false;
+#endif
+
+// sum + the four products of an unsigned byte of a and a signed byte of b. In assembler, because
+// the flags of a level do not name the instruction: only for a CPU that has it.
+ONEPASS_INLINE SignedWords multiply_add_bytes(WordBits a, WordBits b, SignedWords sum) {
+#if defined(__AVX512F__)
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#elif defined(__AVX2__)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  for (int i = 0; i < 32; i += 8) {
+    sum += (SignedWords)((a >> i) & 0xffu) * ((SignedWords)(b << (24 - i)) >> 24);
+  }
+#endif
+  return sum;
+}
+
+// sum + a.low * b.low + a.high * b.high, of signed halves.
+ONEPASS_INLINE SignedWords multiply_add_halves(WordBits a, WordBits b, SignedWords sum) {
+#if defined(__AVX512F__)
+  return sum + (SignedWords)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return sum + (SignedWords)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__x86_64__)
+  return sum + (SignedWords)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  sum += ((SignedWords)(a << 16) >> 16) * ((SignedWords)(b << 16) >> 16);
+  return sum + ((SignedWords)a >> 16) * ((SignedWords)b >> 16);
 #endif
 }
 

@@ -6,5 +6,6 @@ extern "C" onepass::Backend onepass_cuda_kernels() {
   return {.name = "cuda",
           .fma_ceiling = nullptr,
           .bf16_dot_ceiling = nullptr,
+          .int8_dot_ceiling = nullptr,
           ONEPASS_OPERATORS(ONEPASS_TAKE_OPERATOR)};
 }

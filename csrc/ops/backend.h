@@ -66,9 +66,11 @@ namespace onepass {
 
 struct Backend {
   const char* name;  // the CPU level, or the CUDA architecture
-  // Measured GFLOP/s of one thread, null on CUDA; 0 where the level has no such instruction.
+  // Measured billions of operations per second of one thread, null on CUDA; 0 where the level has
+  // no such instruction.
   double (*fma_ceiling)(double seconds);
   double (*bf16_dot_ceiling)(double seconds);
+  double (*int8_dot_ceiling)(double seconds);
   ONEPASS_OPERATORS(ONEPASS_OPERATOR_MEMBER)
   ONEPASS_CPU_OPERATORS(ONEPASS_OPERATOR_MEMBER)
 };

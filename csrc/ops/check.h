@@ -128,12 +128,12 @@ class CheckedAgainst {
             first_name_, ", ", first_.device, ", got ", info.device);
   }
 
-  void seed(const Tensor& seed) const {
-    const TensorInfo info = input_of(op_, "seed", seed);
+  void seed(const char* name, const Tensor& seed) const {
+    const TensorInfo info = input_of(op_, name, seed);
     require(info.dims == 1 && info.sizes[0] == 2 && info.strides[0] == 1 &&
                 is(ScalarType::Long, info.scalar_type) && info.device == first_.device,
-            op_, ": seed must be a dense int64 tensor of shape (2,) on ", first_.device, ", got ",
-            info, " of ", TypeName{info.scalar_type}, " on ", info.device);
+            op_, ": ", name, " must be a dense int64 tensor of shape (2,) on ", first_.device,
+            ", got ", info, " of ", TypeName{info.scalar_type}, " on ", info.device);
   }
 
   // A factor for each index of the first dimension, if there is one before the rows' own.
@@ -146,7 +146,7 @@ class CheckedAgainst {
     require_probability(op_, name, p);
     require((p > 0.0) == given.has_value(), op_, ": seed must be given with ", name,
             " > 0 only, got ", given ? "one" : "none");
-    if (given) seed(*given);
+    if (given) seed("seed", *given);
   }
 
  private:

@@ -38,7 +38,7 @@ Checked<DropoutForward> check_dropout(const DropoutOptions& options, const Tenso
   require_probability(op, "p", p);
   require(seed.has_value() || (p == 0.0 && residual), op,
           ": seed must be given but for p = 0 with a residual, got none");
-  if (seed) checked.seed(*seed);
+  if (seed) checked.seed("seed", *seed);
   args.dropout_p = p;
   args.numel = Shape(shape).numel();
   return call;

@@ -16,12 +16,14 @@ OperatorList linear_operators() { return {}; }
 #else
 namespace {
 
-// The arguments of linear_forward besides its input.
+// The arguments of linear_forward besides its input. The seed is of the backward: dinput's product
+// rounds doutput to codes stochastically.
 #define ONEPASS_LINEAR_OPTIONS(FIELD)      \
   FIELD(Tensor, weight, "")                \
   FIELD(OptionalTensor, bias, "")          \
   FIELD(OptionalScalarType, out_dtype, "") \
-  FIELD(bool, round_factors, "=False")
+  FIELD(StaticInt, factors, "=0")          \
+  FIELD(OptionalTensor, rounding_seed, "=None")
 
 // The arguments of linear_epilogue_forward besides its input: those of linear_forward, and the
 // epilogue's, output = residual + dropout(activation(preactivation)), in residual's dtype.
@@ -33,7 +35,8 @@ namespace {
   FIELD(double, dropout_p, "")                           \
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
   FIELD(bool, save_preactivation, "")                    \
-  FIELD(bool, round_factors, "=False")
+  FIELD(StaticInt, factors, "=0")                        \
+  FIELD(OptionalTensor, rounding_seed, "=None")
 
 // The arguments of linear_epilogue_backward besides doutput.
 #define ONEPASS_EPILOGUE_BACKWARD_OPTIONS(FIELD)         \
@@ -51,7 +54,8 @@ namespace {
   FIELD(OptionalScalarType, input_dtype, "")   \
   FIELD(OptionalScalarType, weight_dtype, "")  \
   FIELD(OptionalScalarType, bias_dtype, "")    \
-  FIELD(bool, round_factors, "=False")
+  FIELD(StaticInt, factors, "=0")              \
+  FIELD(OptionalTensor, rounding_seed, "=None")
 
 ONEPASS_DEFINE_OPTIONS(LinearOptions, ONEPASS_LINEAR_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(EpilogueOptions, ONEPASS_EPILOGUE_OPTIONS);
@@ -77,6 +81,18 @@ Matrix left_of(const Tensor& tensor, int64_t rows) {
   return Matrix(tensor, rows <= kFewRows);
 }
 
+// Sets how factors are taken, by the bit of quantised ones for this product.
+void set_factors(LinearProduct& args, int64_t factors, int64_t quantized) {
+  args.rounds_factors = (factors & kRoundedFactors) != 0;
+  args.quantizes_factors = (factors & quantized) != 0;
+}
+
+void check_factors(const char* op, const CheckedAgainst& checked, int64_t factors,
+                   const OptionalTensor& rounding_seed) {
+  require_choice(op, "factors", factors, 0, kMostFactors);
+  if (rounding_seed) checked.seed("rounding_seed", *rounding_seed);
+}
+
 // The product of the first `dims` sizes.
 int64_t rows_of(const char* op, const char* name, const TensorInfo& info, int64_t dims) {
   int64_t rows = 1;
@@ -97,7 +113,7 @@ struct CheckedForward {
 };
 
 CheckedForward check_forward(const LinearOptions& options, const Tensor& input) {
-  const auto& [weight, bias, out_dtype, round_factors] = options;
+  const auto& [weight, bias, out_dtype, factors, rounding_seed] = options;
   CheckedForward call{.input = input_of(kOp, "input", input)};
   const TensorInfo& shape = call.input;
   const CheckedAgainst checked(kOp, "input", shape);
@@ -114,6 +130,7 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   checked.dtype("weight", matrix.scalar_type);
   call.bias_dtype = checked.tensor("bias", bias, Shape(&call.out_features, 1));
   call.output_dtype = checked.dtype("out_dtype", out_dtype, call.input_dtype);
+  check_factors(kOp, checked, factors, rounding_seed);
   call.rows = rows_of(kOp, "input", shape, shape.dims - 1);
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
   call.sizes.back() = call.out_features;
@@ -137,7 +154,7 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   const Matrix left = left_of(input, call.rows), right(options.weight);
   Copies copies;
   LinearProduct args = product_of(call, left, right, options.bias, output, copies);
-  args.rounds_factors = options.round_factors;
+  set_factors(args, options.factors, kQuantizedForward);
   run_product(args, call.input.device);
   return output;
 }
@@ -148,8 +165,8 @@ Activation require_activation(const char* op, int64_t activation) {
 }
 
 CheckedForward check_epilogue(const EpilogueOptions& options, const Tensor& input) {
-  CheckedForward call =
-      check_forward({options.weight, options.bias, {}, options.round_factors}, input);
+  CheckedForward call = check_forward(
+      {options.weight, options.bias, {}, options.factors, options.rounding_seed}, input);
   const CheckedAgainst checked(kOp, "input", call.input);
   call.output_dtype = checked.tensor("residual", options.residual, call.sizes, call.output_dtype);
   checked.dropout("dropout_p", options.dropout_p, options.seed);
@@ -174,7 +191,7 @@ std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& option
   epilogue.preactivation_dtype = call.input_dtype;
   LinearProduct args = product_of(call, left, right, options.bias, output, copies);
   args.epilogue = epilogue;
-  args.rounds_factors = options.round_factors;
+  set_factors(args, options.factors, kQuantizedForward);
   run_product(args, device);
   return {std::move(output), std::move(preactivation)};
 }
@@ -226,7 +243,8 @@ struct CheckedBackward {
 };
 
 CheckedBackward check_backward(const LinearBackwardOptions& options, const Tensor& doutput) {
-  const auto& [input, weight, input_dtype, weight_dtype, bias_dtype, round_factors] = options;
+  const auto& [input, weight, input_dtype, weight_dtype, bias_dtype, factors, rounding_seed] =
+      options;
   CheckedBackward call{.doutput = input_of(kBackward, "doutput", doutput)};
   const TensorInfo& shape = call.doutput;
   const CheckedAgainst checked(kBackward, "doutput", shape);
@@ -253,6 +271,7 @@ CheckedBackward check_backward(const LinearBackwardOptions& options, const Tenso
     sizes.back() = call.in_features;
     checked.tensor("input", rows, sizes);
   }
+  check_factors(kBackward, checked, factors, rounding_seed);
   const DType dtype = call.doutput_dtype;
   call.gradient_dtypes[0] = checked.dtype("input_dtype", input_dtype, dtype);
   call.gradient_dtypes[1] = checked.dtype("weight_dtype", weight_dtype, dtype);
@@ -277,13 +296,16 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   Tensor dweight = is_transposed ? empty_strided(matrix, transposed, weight_type, device)
                                  : empty_if(wants_weight, matrix, weight_type, device);
   Tensor dbias = empty_1d(wants_bias ? call.out_features : 0, bias_type, device);
-  const Matrix left = left_of(doutput, call.rows);
+  const bool is_random = options.rounding_seed && (options.factors & kQuantizedInput) != 0;
+  const Matrix left =
+      is_random ? Matrix(doutput, /*dense_rows=*/true) : left_of(doutput, call.rows);
   if (wants_input) {
     const Matrix right(*options.weight);
     LinearProduct args = product_of(LinearKind::kInput, left.factor(), right.factor(),
                                     {call.rows, call.in_features, call.out_features},
                                     dinput.mutable_data_ptr(), input_type, bias_type);
-    args.rounds_factors = options.round_factors;
+    set_factors(args, options.factors, kQuantizedInput);
+    args.rounding_seed = seed_of(options.rounding_seed);
     run_product(args, device);
   }
   if (wants_weight || wants_bias) {
@@ -295,15 +317,17 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
                    {call.out_features, wants_weight ? call.in_features : 0, call.rows},
                    dweight.mutable_data_ptr(), weight_type, bias_type);
     if (wants_bias) args.left_sums = dbias.mutable_data_ptr();
-    args.rounds_factors = options.round_factors;
-    if (is_transposed) {
+    set_factors(args, options.factors, kQuantizedWeight);
+    if (is_transposed || args.quantizes_factors) {
       LinearProduct product = args;
-      std::swap(product.left, product.right);
-      std::swap(product.rows, product.cols);
-      std::swap(product.left_row, product.right_col);
-      std::swap(product.left_step, product.right_step);
-      std::swap(product.left_dtype, product.right_dtype);
-      product.left_sums = nullptr;  // they are of rows of the left factor
+      if (is_transposed) {
+        std::swap(product.left, product.right);
+        std::swap(product.rows, product.cols);
+        std::swap(product.left_row, product.right_col);
+        std::swap(product.left_step, product.right_step);
+        std::swap(product.left_dtype, product.right_dtype);
+      }
+      product.left_sums = nullptr;  // they are of rows of the left factor, as it is
       run_product(product, device);
       args.cols = 0;
     }

@@ -13,6 +13,14 @@ namespace onepass {
 // dweight = doutput^T input.
 enum class LinearKind { kForward, kInput, kWeight };
 
+// How float32 factors of a layer's products are taken: a sum of these. In Python,
+// onepass._ops.linear.Factors.
+inline constexpr int64_t kRoundedFactors = 1;    // of all products that no other bit names
+inline constexpr int64_t kQuantizedForward = 2;  // of output = input weight^T
+inline constexpr int64_t kQuantizedInput = 4;    // of dinput
+inline constexpr int64_t kQuantizedWeight = 8;   // of dweight
+inline constexpr int64_t kMostFactors = 15;      // all of them
+
 // The activations that may come after the forward's sums: the first of all. In Python,
 // onepass._ops.linear.Activation.
 inline constexpr int kLinearActivations = 5;
@@ -53,6 +61,11 @@ struct LinearProduct {
   LinearEpilogue epilogue{};  // of kForward
   // Factors that are both float32 are rounded to bfloat16, where the CPU multiplies pairs of those.
   bool rounds_factors{};
+  // Factors that are both float32 are quantised to codes of 8 bits: a row of left and a column of
+  // right by its largest magnitude each. This comes before rounds_factors.
+  bool quantizes_factors{};
+  // (2,), or null: left, whose rows are dense then, is rounded to codes stochastically.
+  const int64_t* rounding_seed{};
   // For kWeight: output and left_sums already hold sums, in the dtype of sums, and the product is
   // added to them.
   bool accumulate{};

@@ -2,6 +2,9 @@
 // and ONEPASS_CPU_ISA; threads are torch's own.
 #ifndef ONEPASS_CUDA
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <torch/csrc/stable/c/shim.h>
 
 #include <atomic>
@@ -73,6 +76,23 @@ Backend pick() {
   return best->kernels();
 }
 
+// Whether the CPU has the instruction of multiply_add_bytes (cpu/vec_bytes.h) for a level.
+// ONEPASS_CPU_VNNI=0 says that it has not.
+bool multiplies_bytes([[maybe_unused]] std::string_view level) {
+#if defined(__x86_64__)
+  const char* told = std::getenv("ONEPASS_CPU_VNNI");
+  if (told != nullptr && std::strcmp(told, "0") == 0) return false;
+  if (level == "avx2") {
+    uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr uint32_t kAvxVnni = 1 << 4;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
+  }
+  return level.starts_with("avx512") && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
 std::atomic<int64_t> regions{0};
 
 void parallel_for(int64_t count, int64_t grain, ParallelBody body, void* state) {
@@ -96,7 +116,8 @@ const Backend& backend() {
 Machine machine() {
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
-  return {.threads = static_cast<int32_t>(threads)};
+  static const bool bytes = multiplies_bytes(backend().name);
+  return {.threads = static_cast<int32_t>(threads), .multiplies_bytes = bytes};
 }
 
 int32_t capability_of(const Device&) { return kOldestCapability; }

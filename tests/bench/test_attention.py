@@ -73,14 +73,14 @@ def row_of(case: Case, limits: Ceilings = LIMITS) -> Row:
     times = {"ours": [2.0, 1.0, 4.0], "eager": [2.0, 2.0, 2.0]}
     times |= {name: [1.0] * 3 for name in case.operator.others}
     timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
-    return Row(case, timing, "", 0.5, "", 0, limits.arithmetic_gflops(case.dots))
+    return Row(case, timing, "", 0.5, "", 0, limits.arithmetic_gflops(case.unit))
 
 
 def test_share_is_of_the_fastest_round_and_of_the_unit_that_computes(capsys):
     for case in with_flops():
         row = row_of(replace(case, flops=50 * 10**9))
         assert row.gflops == 50.0
-        assert row.share == (0.125 if case.dots else 0.5)
+        assert row.share == (0.125 if case.unit == "bfloat16" else 0.5)
         without = replace(LIMITS, bf16_dot_gflops=0.0)
         assert row_of(replace(case, flops=50 * 10**9), without).share == 0.5
         written = row.to_dict()

@@ -45,7 +45,7 @@ def test_the_standard_shapes_are_there():
     found = all_cases()
     for kind, dtype, (batch, heads, seq, head_dim), phase, sizes in standard():
         case = found[f"attention/{kind}/{dtype}/{sizes}/{phase}"]
-        assert case.device == "cuda" and case.cold and case.dots
+        assert case.device == "cuda" and case.cold and case.unit == "bfloat16"
         assert case.backward == case.backward_alone == (phase == "backward")
         seen = batch * (seq * (seq + 1) // 2 if kind == "causal" else seq * seq)
         assert case.flops == 2 * COMPUTED[phase] * seen * heads * head_dim
@@ -198,8 +198,8 @@ def test_ceilings_of_products_of_matrices():
     limits = ceilings.cuda_ceilings(1 << 16, 64, "cpu")
     assert torch.get_float32_matmul_precision() == before
     assert limits.matmul_16_gflops > 0 and limits.matmul_32_gflops > 0
-    assert limits.arithmetic_gflops(True) == limits.matmul_16_gflops
-    assert limits.arithmetic_gflops(False) == limits.matmul_32_gflops
+    assert limits.arithmetic_gflops("bfloat16") == limits.matmul_16_gflops
+    assert limits.arithmetic_gflops("float32") == limits.matmul_32_gflops
     assert "TFLOP/s in bfloat16" in str(limits) and "matmul" not in str(CudaCeilings(1, 2.0, 3.0))
     assert limits.to_dict()["matmul_16_gflops"] == limits.matmul_16_gflops
 
@@ -213,7 +213,7 @@ def test_tables_show_teraflops_beside_gigabytes(capsys):
         times = {"ours": [1e-3] * 3, "eager": [2e-3] * 3, "flash": [1.5e-3] * 3} | more
         timing = harness.Timing(times, dict.fromkeys(times, 1), dict.fromkeys(times, 0.0))
         case = all_cases()[name]
-        limit, goal = LIMITS.arithmetic_gflops(case.dots), Goal(share=0.8)
+        limit, goal = LIMITS.arithmetic_gflops(case.unit), Goal(share=0.8)
         rows.append(cases.Row(case, timing, "", 0.5, "", case.moved or 0, limit, goal=goal))
     report.print_tables(rows)
     printed = capsys.readouterr().out

@@ -72,7 +72,7 @@ def _speed(dropout: float | None, alike: tuple[str, ...]) -> Speed:
 def _training(dropout: float | None) -> Sameness:
     steps = list(range(0, 201, 20))
     runs = [[5.5 - step / 80 + 1e-4 * run for step in steps] for run in range(4)]
-    return Sameness(dropout, "dropout seed", "held-out loss", steps, runs, runs[1])
+    return Sameness(dropout, "dropout seed", "held-out loss", steps, runs, runs[1], {})
 
 
 PICTURES = [  # characters of the model's name, and the variants

@@ -64,7 +64,7 @@ def test_choices_make_what_they_say():
         assert {key: optimizer.defaults[key] for key in train.ADAMW} == train.ADAMW
 
 
-STOCK = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0])
+STOCK = train.Sameness(None, "", "loss", [1, 3], [[1.0, 1.0]], [1.0, 1.0], {})
 
 
 def compare_optimizers(workload, settings, stock, step_seconds=1.0):

@@ -243,7 +243,8 @@ def test_gradients_without_digits_have_no_error(value):
 
 
 def sameness(swapped, stock=((2.0, 1.0), (2.0, 1.001)), dropout=0.0):
-    return train.Sameness(dropout, "summation order", "loss", [0, 10], list(stock), list(swapped))
+    curves = (list(stock), list(swapped))
+    return train.Sameness(dropout, "summation order", "loss", [0, 10], *curves, {})
 
 
 def test_sameness_is_the_band_doubled():

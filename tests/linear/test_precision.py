@@ -194,7 +194,7 @@ def test_second_derivatives_are_those_of_rounded_factors():
     y = functional.linear(x, w, b, precision="medium")
     ours = second(torch.autograd.grad(y, (x, w, b), dy, create_graph=True), (x, w, dy))
     of = [t.detach().double().requires_grad_() for t in (x, w, dy)]
-    first = reference.linear.linear_backward(of[2], of[0], of[1], round_factors=True)
+    first = reference.linear.linear_backward(of[2], of[0], of[1], factors=1)
     for mine, right in zip(ours, second(first, of), strict=True):
         assert (mine - right).abs().max() <= 1e-5 * right.abs().max()
 
@@ -212,8 +212,8 @@ def test_a_factor_in_16_bits_beside_one_in_float32_keeps_both_as_they_are(dtypes
     gradients = (torch.autograd.grad(y, given, ones) for y in (medium, exact))
     assert all(map(torch.equal, *gradients))
     op = torch.ops.onepass.linear_forward  # and its definition, which verify compares with
-    definition = FORMULAS[op.default](x, w, None, None, True)
-    torch.testing.assert_close(op(x, w, None, None, True), definition)
+    definition = FORMULAS[op.default](x, w, None, None, 1)
+    torch.testing.assert_close(op(x, w, None, None, 1), definition)
 
 
 @needs_dots
@@ -259,5 +259,5 @@ def test_without_dot_products_nothing_changes(monkeypatch):
 
 def test_other_precisions_are_refused():
     x, w, b = operands(4, 8, 8)
-    with pytest.raises(ValueError, match="^linear: precision must be None, 'highest', 'high' or"):
+    with pytest.raises(ValueError, match="^linear: precision must be None, 'highest', 'high', 'm"):
         functional.linear(x, w, b, precision="low")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass import explain
+from onepass import explain, functional
 from onepass._policy import precision as policy
 from tests.linear.test_precision import global_precision, needs_dots
 from tests.swap.linear_calls import FAST, SLOW, set_facts
@@ -238,5 +238,97 @@ def test_it_takes_layers_whose_float32_products_are_as_fast_in_torch(monkeypatch
 
 
 def test_other_precisions_are_refused():
-    with pytest.raises(ValueError, match="^swap: precision must be None, 'highest', 'high' or"):
-        onepass.swap(nn.Linear(8, 8), precision="int8")
+    with pytest.raises(ValueError, match="^swap: precision must be None, 'highest', 'high', 'm"):
+        onepass.swap(nn.Linear(8, 8), precision="int4")
+
+
+class Tied(nn.Module):
+    """A head with the embedding's weight, before the last linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(600, 64)
+        self.blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        self.head = nn.Linear(64, 600, bias=False)
+        self.head.weight = self.embedding.weight
+        self.value = nn.Linear(64, 600)
+
+    def forward(self, x):
+        y = self.blocks(x)
+        return self.head(y) + self.value(y)
+
+
+def quantized(model):
+    return [n for n, m in model.named_modules() if vars(m).get(policy.ATTRIBUTE) == "int8"]
+
+
+def tied():
+    torch.manual_seed(0)
+    return Tied(), torch.randn(4, 160, 64)
+
+
+def test_int8_leaves_the_first_the_last_and_tied_layers():
+    model, x = tied()
+    stock = run(model, x)
+    report = onepass.swap(model, precision="int8")
+    assert quantized(model) == ["blocks.1", "blocks.2"]
+    (note,) = (note for note in report.notes if "precision='int8'" in note)
+    assert "2 modules" in note and "blocks.0, value, head stay in float32" in note
+    torch.testing.assert_close(run(model, x), stock, rtol=0, atol=0.1)
+    onepass.swap(model, precision="int8", include="*")
+    assert len(quantized(model)) == 5
+    onepass.swap(model, precision="int8", include="blocks.*", exclude="blocks.1")
+    onepass.unswap(model)
+    assert torch.equal(run(model, x), stock) and not quantized(model)
+    onepass.swap(model, precision="int8", include="blocks.*", exclude="blocks.1")
+    assert quantized(model) == ["blocks.0", "blocks.2"]
+
+
+def test_int8_quantises_swapped_linear_layers_alone():
+    model, x = tied()
+    onepass.swap(model, kinds="norm", precision="int8")
+    assert not quantized(model)
+    onepass.swap(model, precision="int8")
+    left, blocks = model.blocks[0](x), model.blocks
+    expected = left
+    for block in blocks[1:]:
+        expected = functional.linear(expected, block.weight, block.bias, precision="int8")
+    assert torch.equal(blocks(x), expected)
+    assert not torch.equal(expected, nn.Sequential(*blocks[1:])(left).add(1))
+    attention, x = made("attention")
+    exact = onepass.swap(attention) and run(attention, x)
+    onepass.swap(attention, precision="int8", include="*")
+    found = run(attention, x)
+    assert not torch.equal(found, exact)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8:output+dinput+dweight+stochastic"])
+def test_int8_is_kept_compiled_and_verified(precision):
+    model, x = tied()
+    report = onepass.swap(model, precision=precision)
+    found = report.verify(x)
+    assert found.ok and 1e-4 < found.rounding.median < 0.1
+    assert "quantised to 8 bits" in str(found).split("\n")[1]
+    torch.manual_seed(0)
+    expected = gradients(model, x)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, gradients(twin, x), expected))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+    explanation = explain(model, x)
+    reasons = [call["reason"] for call in explanation.calls if call["op"] == "linear"]
+    assert sum("quantised" in reason for reason in reasons) == 1  # of two equal calls
+    assert "precision int8" in explanation.precision
+
+
+def test_int8_says_where_it_is_slow(monkeypatch):
+    for module in ("onepass._policy.precision", "onepass.swapping.notes"):
+        monkeypatch.setattr(f"{module}.HAS_BYTE_PRODUCTS", False)
+    model, x = tied()
+    report = onepass.swap(model, precision="int8")
+    (note,) = (note for note in report.notes if "precision='int8'" in note)
+    assert "has no VNNI" in note
+    assert "without VNNI" in explain(model, x).precision

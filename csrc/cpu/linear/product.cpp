@@ -13,14 +13,13 @@
 // and on any number of threads. Done when the tiles run at the speed of the multiply-adds, or with
 // few rows at that of memory.
 #include "core/visit.h"
-#include "cpu/activation.h"
 #include "cpu/kernels.h"
 #include "cpu/linear/few_rows.h"
+#include "cpu/linear/finish.h"
 #include "cpu/linear/packing.h"
-#include "cpu/lines.h"
+#include "cpu/linear/quantized.h"
 #include "cpu/multiply.h"
 #include "cpu/pieces.h"
-#include "cpu/random.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
@@ -38,13 +37,6 @@ constexpr int64_t kMostCols = 512;
 // A left matrix of at most this many rows and bytes is packed once for all columns.
 constexpr int64_t kFewRows = 2 * kStripRows;
 constexpr int64_t kMostLeftBytes = 1 << 20;
-
-// Where the incomplete sums of a piece are kept.
-enum class Sums {
-  kOutput,         // in the output, of the same type
-  kPreactivation,  // in the preactivation, likewise
-  kScratch,        // in scratch
-};
 
 struct Layout {
   int64_t down;    // pieces that the rows are cut into
@@ -230,7 +222,7 @@ class Linear {
       for (int64_t col = begin; col < end; col += block) {
         const int64_t cols = std::min(block, end - col), after = end - col - cols;
         const T* right = static_cast<const T*>(args_.right) + col * args_.right_col;
-        if (!in_scratch) few.sums = sums_at(0, col);
+        if (!in_scratch) few.sums = sums_at<A>(args_, layout_.sums, 0, col);
         if (args_.bias) few.bias = scratch_.bias + col - begin;
         visit_few_rows(args_.rows, [&]<int kRows>() {
           if (args_.right_step == 1) {
@@ -241,7 +233,9 @@ class Linear {
                                                           args_.depth, after);
           }
         });
-        if (layout_.finish) finish(few.sums, few.sums_row, 0, args_.rows, col, cols);
+        if (layout_.finish) {
+          finish_rows(args_, layout_.sums, few.sums, few.sums_row, 0, args_.rows, col, cols);
+        }
       }
     });
   }
@@ -263,7 +257,7 @@ class Linear {
     }
 
     const bool in_scratch = layout_.sums == Sums::kScratch;
-    A* sums = in_scratch ? scratch_.sums : sums_at(row, col);
+    A* sums = in_scratch ? scratch_.sums : sums_at<A>(args_, layout_.sums, row, col);
     const int64_t sums_row = in_scratch ? cols : args_.cols;
     const int64_t strips = strips_of(rows);
     int64_t k = 0;
@@ -328,7 +322,8 @@ class Linear {
           residual_ahead.take(residual_lines);
         }
         if (is_last && layout_.finish) {
-          finish(sums + first * sums_row, sums_row, row + first, height, col, cols);
+          finish_rows(args_, layout_.sums, sums + first * sums_row, sums_row, row + first, height,
+                      col, cols);
         }
       }
       k += count;
@@ -340,13 +335,6 @@ class Linear {
 
  private:
   static constexpr int64_t kElements = kCells * M::kPerCell;  // of k
-
-  // Of sums that are not in the scratch.
-  A* sums_at(int64_t row, int64_t col) const {
-    const bool in_output = layout_.sums == Sums::kOutput;
-    void* whole = in_output ? args_.output : args_.epilogue.preactivation;
-    return static_cast<A*>(whole) + row * args_.cols + col;
-  }
 
   static int64_t strips_of(int64_t rows) { return ceil_div(rows, kStripRows); }
 
@@ -397,44 +385,6 @@ class Linear {
         static_cast<const char*>(args_.left) + (next * args_.left_row + k * args_.left_step) * size;
     if (args_.left_step == 1) return {first, height, count * size, args_.left_row * size};
     return {first, count, height * size, args_.left_step * size};
-  }
-
-  // The epilogue, while the sums are in a near cache.
-  void finish(const A* sums, int64_t sums_row, int64_t row, int64_t rows, int64_t col,
-              int64_t cols) const {
-    const LinearEpilogue& epilogue = args_.epilogue;
-    const Dropout dropout =
-        epilogue.seed ? make_dropout(epilogue.seed, epilogue.dropout_p) : Dropout{};
-    KeepTile keep;
-    A line[kDropoutTile];
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < cols; j += kDropoutTile) {
-        const int64_t count = std::min(kDropoutTile, cols - j);
-        const int64_t at = (row + i) * args_.cols + col + j;
-        const A* from = sums + i * sums_row + j;
-        if (epilogue.preactivation && layout_.sums != Sums::kPreactivation) {
-          round_line(from, count, epilogue.preactivation, epilogue.preactivation_dtype, at);
-        }
-        if (epilogue.activation != Activation::kNone) {
-          activate(epilogue.activation, from, count, line);
-          from = line;
-        }
-        if (epilogue.seed) {
-          keep.drop(dropout, at, count, from, line);
-          from = line;
-        }
-        if (epilogue.residual) {
-          visit_numbers<A>(args_.output_dtype, [&]<class R>() {
-            const R* residual = static_cast<const R*>(epilogue.residual) + at;
-            for_each_vector<A>(0, count, [&](int64_t c, auto lanes) {
-              store<A>(line + c, load<A>(residual + c, lanes) + load<A>(from + c, lanes), lanes);
-            });
-          });
-          from = line;
-        }
-        round_line(from, count, args_.output, args_.output_dtype, at);
-      }
-    }
   }
 
   const LinearProduct& args_;
@@ -503,19 +453,8 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
     const int64_t left_bytes = ceil_div(args.rows, kStripRows) * args.depth * kStrip<M> *
                                static_cast<int64_t>(sizeof(typename M::Element));
     layout.left_once = args.rows <= kFewRows && left_bytes <= kMostLeftBytes;
-    const auto holds_sums = [](DType dtype) {
-      return sizeof(typename M::Number) == static_cast<size_t>(size_of(dtype));
-    };
-    const LinearEpilogue& epilogue = args.epilogue;
-    if (epilogue.preactivation && holds_sums(epilogue.preactivation_dtype)) {
-      layout.sums = Sums::kPreactivation;
-    } else if (!epilogue.preactivation && holds_sums(args.output_dtype)) {
-      layout.sums = Sums::kOutput;
-    } else {
-      layout.sums = Sums::kScratch;
-    }
-    layout.finish = layout.sums != Sums::kOutput || epilogue.activation != Activation::kNone ||
-                    epilogue.seed || epilogue.residual;
+    layout.sums = place_of_sums(args, sizeof(typename M::Number));
+    layout.finish = has_finish(args, layout.sums);
     layout.few_rows = has_few_rows<M>(args);
     if (layout.few_rows) return plan_few_rows<M>(args, machine, layout);
     layout.down = ceil_div(args.rows, kMostRows);
@@ -575,10 +514,14 @@ void run_linear(const LinearProduct& args, const Plan& plan, const Layout& layou
   });
 }
 
+Operator<LinearProduct> wide_product() {
+  return operator_of<LinearProduct, Layout, plan_linear, run_linear>();
+}
+
 }  // namespace
 
 Operator<LinearProduct> linear_product() {
-  return operator_of<LinearProduct, Layout, plan_linear, run_linear>();
+  return either_of<LinearProduct, quantizes, quantized_product, wide_product>();
 }
 
 }  // namespace ONEPASS_ISA

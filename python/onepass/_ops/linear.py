@@ -30,12 +30,18 @@ class Activation(enum.IntEnum):
 
 
 @entry
-def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, round_factors: bool = False
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, factors: int = 0) -> Tensor:
+    """input weight^T + bias in input's dtype. factors: a sum of the numbers of
+    reference/products.py; those that are not both float32 are taken as they are."""
+    return _linear.run(input, weight, bias, None, factors, None)
+
+
+@drawing_entry
+def linear_randomly_rounded(
+    input: Tensor, weight: Tensor, bias: Tensor | None, factors: int
 ) -> Tensor:
-    """input weight^T + bias in input's dtype. round_factors: both are float32, and rounded to
-    bfloat16 where the CPU multiplies pairs of those."""
-    return _linear.run(input, weight, bias, None, round_factors)
+    """The same; the product of input's gradient rounds the output's to codes stochastically."""
+    return _linear.run(input, weight, bias, None, factors, draw_seed(input.device))
 
 
 @drawing_entry
@@ -46,13 +52,14 @@ def linear_epilogue(
     residual: Tensor | None,
     activation: Activation,
     dropout_p: float,
-    round_factors: bool = False,
+    factors: int = 0,
+    rounds_randomly: bool = False,
 ) -> Tensor:
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
-    return _epilogue.run(
-        input, weight, bias, residual, seed, dropout_p, activation, False, round_factors
-    )[0]
+    rounding_seed = draw_seed(input.device) if rounds_randomly else None
+    of_epilogue = (residual, seed, dropout_p, activation, False)
+    return _epilogue.run(input, weight, bias, *of_epilogue, factors, rounding_seed)[0]
 
 
 class _Epilogue(torch.autograd.Function):
@@ -62,8 +69,8 @@ class _Epilogue(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         ctx.set_materialize_grads(False)
-        input, weight, bias, _, seed, constants = inputs
-        ctx.dropout_p, ctx.activation, ctx.round_factors, _ = constants
+        input, weight, bias, _, seed, rounding_seed, constants = inputs
+        ctx.dropout_p, ctx.activation, ctx.factors, _ = constants
         ctx.input_dtype = input.dtype
         needs = ctx.needs_input_grad
         # A frozen layer does not keep its input.
@@ -71,14 +78,14 @@ class _Epilogue(torch.autograd.Function):
         given = (input, weight, bias)
         ctx.dtypes = [t.dtype if need else None for t, need in zip(given, needs, strict=False)]
         if not any(needs[:3]):  # residual alone: its gradient is doutput
-            ctx.save_for_backward(*operands, None, None)
+            ctx.save_for_backward(*operands, None, None, None)
             return
         preactivation = None if ctx.activation == Activation.NONE else outputs[1]
-        ctx.save_for_backward(*operands, preactivation, seed)
+        ctx.save_for_backward(*operands, preactivation, seed, rounding_seed)
 
     @staticmethod
     def backward(ctx, doutput, dpreactivation):
-        input, weight, preactivation, seed = ctx.saved_tensors
+        input, weight, preactivation, seed, rounding_seed = ctx.saved_tensors
         gradients = [None] * 3
         if any(ctx.needs_input_grad[:3]):
             dsums = None
@@ -90,13 +97,13 @@ class _Epilogue(torch.autograd.Function):
             if dsums is not None:
                 again = is_differentiated_again()  # create_graph=True
                 compute = _linear.apply_backward if again else _backward
-                found = compute(dsums, input, weight, *ctx.dtypes, ctx.round_factors)
+                found = compute(dsums, input, weight, *ctx.dtypes, ctx.factors, rounding_seed)
                 gradients = [
                     None if dtype is None else gradient
                     for gradient, dtype in zip(found, ctx.dtypes, strict=True)
                 ]
         dresidual = doutput if ctx.needs_input_grad[3] else None
-        return *gradients, dresidual, None, None
+        return *gradients, dresidual, None, None, None
 
 
 def _before_epilogue(ctx, doutput, preactivation, seed):
@@ -112,14 +119,16 @@ def _outputs(input, weight, out_dtype):
     return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
 
 
-def _definition(input, weight, bias, out_dtype, round_factors):
-    output = reference.linear(*wide(input, weight, bias), _rounds(input, weight, round_factors))
+def _definition(input, weight, bias, out_dtype, factors, rounding_seed):
+    of_factors = _of_factors(input, weight, factors), rounding_seed
+    output = reference.linear(*wide(input, weight, bias), *of_factors)
     return output.to(out_dtype or input.dtype)
 
 
-def _rounds(input: Tensor, weight: Tensor, round_factors: bool) -> bool:
-    """Whether a product rounds its factors: both are float32, or the float64 of a reference."""
-    return round_factors and input.dtype == weight.dtype and input.dtype.itemsize > 2
+def _of_factors(input: Tensor, weight: Tensor, factors: int) -> int:
+    """How factors are taken: as they are unless both are float32, or the float64 of a
+    reference."""
+    return factors if input.dtype == weight.dtype and input.dtype.itemsize > 2 else 0
 
 
 def _gradients(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
@@ -170,10 +179,10 @@ def _activated(x, activation_kind):
 
 def _epilogue_definition(
     input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation,
-    round_factors,
+    factors, rounding_seed,
 ):  # fmt: skip
-    rounds = _rounds(input, weight, round_factors)
-    preactivation = reference.linear(*wide(input, weight, bias), rounds)
+    of_factors = _of_factors(input, weight, factors), rounding_seed
+    preactivation = reference.linear(*wide(input, weight, bias), *of_factors)
     output = dropped(_activated(preactivation, activation_kind), dropout_p, seed)
     if residual is not None:
         output = residual + output

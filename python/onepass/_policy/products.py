@@ -24,7 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from onepass import _dispatch_log
 from onepass._compiling import constant_where_traced
 from onepass._ops import tracing
-from onepass._policy.precision import float32_precision, only_torch_rounds, rounds_factors
+from onepass._policy.precision import (
+    float32_precision,
+    only_torch_rounds,
+    quantizes,
+    rounds_factors,
+)
 
 # Products that onepass computes faster although oneDNN has instructions, because oneDNN packs the
 # weight in each call. The bounds: SMALL_PRODUCT multiply-adds with SMALL_WEIGHT elements of weight,
@@ -74,6 +79,8 @@ def as_fast(dtype: torch.dtype, small: bool = False, precision: str | None = Non
     """
     of = facts()
     if dtype is torch.float32:
+        if quantizes(precision):
+            return None
         if rounds_factors(precision) and (precision is not None or of.vendor == _AMD):
             return None
         if only_torch_rounds(precision):

@@ -10,7 +10,7 @@ from onepass._imported import is_a, is_dtensor, is_fake
 from onepass._ops import dropout as _dropout
 from onepass._ops import linear as _linear
 from onepass._policy import products
-from onepass._policy.precision import HAS_PAIR_PRODUCTS, check_precision, rounds_factors
+from onepass._policy.precision import HAS_PAIR_PRODUCTS, check_precision, factors_of
 from onepass.functional.attention import _autocast, _cast
 from onepass.functional.dropout import _check_p
 from onepass.reference.linear import ACTIVATIONS
@@ -48,13 +48,21 @@ def linear(
         dropout_p: probability of dropping an element; see `dropout`.
         residual: the output's shape; it is added at the end, and gives the output its dtype.
         training: False turns dropout off.
-        precision: of products of two float32 factors on a CPU with dot products of bfloat16, whose
-            level `onepass doctor` calls avx512_bf16. "medium": the factors are rounded to bfloat16
-            while they are packed; sums, outputs and gradients are float32. "high", "highest":
-            float32, as three products of bfloat16 are no faster than one of float32 here. None: as
-            torch's global setting says (`torch.set_float32_matmul_precision`, or
+        precision: of products of two float32 factors on a CPU; sums, outputs and gradients are
+            float32. "medium", on a CPU with dot products of bfloat16, whose level `onepass doctor`
+            calls avx512_bf16: the factors are rounded to bfloat16 while they are packed; other CPUs
+            compute in float32. "int8": the factors of the output and of input's gradient are
+            quantised to 8 bits while they are packed, each row of input (and of the output's
+            gradient) and each line of weight by its largest magnitude, as in SwitchBack (Wortsman
+            et al. 2023); weight's gradient is computed as with "medium". "int8:" and some of
+            output, dinput, dweight, joined by "+", quantises these products; with "+stochastic"
+            the output's gradient is rounded to codes stochastically for input's. Lines with Inf or
+            NaN give what float32 gives. All CPUs give the same bits; those with VNNI are fast.
+            "high", "highest": float32, as three products of bfloat16 are no faster than one of
+            float32 here. None: as torch's global setting says
+            (`torch.set_float32_matmul_precision`, or
             `torch.backends.mkldnn.matmul.fp32_precision`, where "bf16" is "medium"). Under autocast
-            the factors have 16 bits already. Other CPUs compute in float32 whatever it says.
+            the factors have 16 bits already, and are taken so.
 
     Returns:
         Tensor of shape (..., out_features) in input's dtype (under autocast: in autocast's).
@@ -85,11 +93,13 @@ def linear(
             return _composed(_torchs(input, weight, bias), activation, p, residual)
         operands = _autocast_operands(input, weight, bias)
         are_wide = operands[0].dtype is torch.float32 is operands[1].dtype
-        rounds = are_wide and rounds_factors(precision)
+        factors, rounds_randomly = factors_of(precision) if are_wide else (0, False)
         if activation is None and p == 0.0 and residual is None:
-            return _linear.linear(*operands, rounds)
+            if rounds_randomly:
+                return _linear.linear_randomly_rounded(*operands, factors)
+            return _linear.linear(*operands, factors)
         kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)
-        return _linear.linear_epilogue(*operands, residual, kind, p, rounds)
+        return _linear.linear_epilogue(*operands, residual, kind, p, factors, rounds_randomly)
     except Exception:
         check_arguments(linear, locals())
         raise

@@ -49,18 +49,25 @@ def keep_scale(
     Args:
         seed: int64[2]: seed, offset.
     """
+    drawn = random_halves(seed, numel, device)
+    threshold = math.floor(65536 * p + 0.5)  # halves go up
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return (drawn >= threshold).to(dtype) * scale
+
+
+def random_halves(
+    seed: Tensor, numel: int, device: torch.device | str | None = None, stream: int = 0
+) -> Tensor:
+    """(numel,) numbers of 16 bits, in int64, of one of a seed's streams."""
     first, second = seed.to(device)
     block = torch.arange((numel + 7) // 8, device=device)
     zero = torch.zeros_like(block)
     words = philox4x32(
         (first & _WORD, (first >> 32) & _WORD),
-        (block & _WORD, block >> 32, zero, zero + (second & _WORD)),
+        (block & _WORD, block >> 32, zero + stream, zero + (second & _WORD)),
     )
     halves = [(word >> shift) & 0xFFFF for word in words for shift in (0, 16)]
-    drawn = torch.stack(halves, dim=1).flatten()[:numel]
-    threshold = math.floor(65536 * p + 0.5)  # halves go up
-    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return (drawn >= threshold).to(dtype) * scale
+    return torch.stack(halves, dim=1).flatten()[:numel]
 
 
 def dropout(input: Tensor, p: float, seed: Tensor) -> Tensor:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.reference.products import factors, product
+from onepass.reference.products import (
+    INT8_FORWARD,
+    INT8_INPUT,
+    INT8_WEIGHT,
+    ROUNDED,
+    multiply,
+    product,
+)
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -17,23 +25,66 @@ ACTIVATIONS = {
 }
 
 
+class _Product(torch.autograd.Function):
+    """input weight^T, with the gradients of `linear_backward`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input, weight, factors, seed):
+        return multiply(input, weight.t(), factors, INT8_FORWARD)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        input, weight, ctx.factors, seed = inputs
+        ctx.save_for_backward(input, weight, seed)
+        ctx.save_for_forward(input, weight)
+
+    @staticmethod
+    def backward(ctx, doutput):
+        input, weight, seed = ctx.saved_tensors
+        dinput, dweight, _ = linear_backward(
+            doutput, input, weight, factors=ctx.factors, rounding_seed=seed
+        )
+        return dinput, dweight, None, None
+
+    @staticmethod
+    def jvp(ctx, dinput, dweight, *_):
+        input, weight = ctx.saved_tensors
+        return dinput @ weight.t() + input @ dweight.t()
+
+
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, round_factors: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    factors: int = 0,
+    rounding_seed: Tensor | None = None,
 ) -> Tensor:
-    """``input weight^T + bias``: (..., in_features) to (..., out_features)."""
-    output = product(input, weight.t(), round_factors)
+    """``input weight^T + bias``: (..., in_features) to (..., out_features). factors: how those of
+    the product and of its gradients' are taken, by the numbers of products.py."""
+    if factors & ~ROUNDED:
+        output = _Product.apply(input, weight, factors, rounding_seed)
+    else:
+        output = product(input, weight.t(), bool(factors))
     return output if bias is None else output + bias
 
 
 def linear_backward(
-    doutput: Tensor, input: Tensor | None, weight: Tensor | None, *, round_factors: bool = False
+    doutput: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    *,
+    factors: int = 0,
+    rounding_seed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """(dinput, dweight, dbias); dinput takes the weight, and dweight the input. dbias is a sum of
-    doutput as it is."""
+    doutput as it is. rounding_seed: int64[2]; doutput is rounded to codes stochastically for
+    dinput."""
     rows = doutput.flatten(0, -2) if doutput.dim() > 1 else doutput[None]
-    factor, input, weight = factors(round_factors, doutput, input, weight)
-    dinput = None if weight is None else factor @ weight
-    dweight = None
+    dinput = dweight = None
+    if weight is not None:
+        dinput = multiply(doutput, weight, factors, INT8_INPUT, rounding_seed)
     if input is not None:
-        dweight = factor.reshape(rows.shape).t() @ input.reshape(rows.shape[0], -1)
+        dweight = multiply(rows.t(), input.reshape(rows.shape[0], -1), factors, INT8_WEIGHT)
     return dinput, dweight, rows.sum(0)

@@ -1,9 +1,22 @@
-"""Products of matrices whose factors may be rounded to bfloat16, in plain PyTorch."""
+"""Products of matrices whose factors may be rounded to bfloat16 or to codes of 8 bits, in plain
+PyTorch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from onepass.reference.dropout import random_halves
+
+# How float32 factors of a linear layer's products are taken, a sum of these: the numbers of
+# csrc/ops/linear.h.
+ROUNDED = 1  # to bfloat16, of all products that no other number names
+INT8_FORWARD, INT8_INPUT, INT8_WEIGHT = 2, 4, 8  # of output, dinput and dweight, quantised
+
+MOST_DEPTH = 1 << 17  # longer sums of products of codes could overflow, so they stay float32
+_MOST_CODE = 127
+_LEAST_LARGEST = 1e-36  # a line of smaller numbers is zeros
+_ROUNDING_STREAM = 1  # of Philox; dropout's is 0
 
 
 class _Rounded(torch.autograd.Function):
@@ -47,6 +60,57 @@ class _GradientRounded(_Rounded):
     @staticmethod
     def backward(ctx, dx):
         return _Rounded.apply(dx)
+
+
+class _Quantized(torch.autograd.Function):
+    """x quantised along `dim`, in its own dtype; its derivative is taken to be 1."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, dim, seed):
+        number = x.to(torch.float32)
+        largest = number.abs().amax(dim, keepdim=True)
+        is_zero = largest < _LEAST_LARGEST
+        most = torch.full_like(largest, _MOST_CODE)  # torch computes 127 / x as 127 * (1 / x)
+        scaled = number * torch.where(is_zero, 0.0, most / largest)
+        if seed is None:
+            codes = scaled.round()
+        else:
+            uniform = random_halves(seed, x.numel(), x.device, _ROUNDING_STREAM) / 65536
+            codes = (scaled + uniform.reshape(x.shape).to(torch.float32)).floor()
+        scale = torch.where(is_zero, 0.0, largest / most)
+        return codes.clamp(-_MOST_CODE, _MOST_CODE).to(x.dtype) * scale.to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        pass
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None, None
+
+    @staticmethod
+    def jvp(ctx, dx, *_):
+        return dx.clone()
+
+
+def multiply(
+    left: Tensor, right: Tensor, factors_as: int, quantized: int, seed: Tensor | None = None
+) -> Tensor:
+    """``left right``, with the factors taken as the sum `factors_as` says if they are float32 or
+    float64: as codes if it has the number `quantized`.
+
+    A row of left and a column of right are quantised by their largest magnitude each (SwitchBack,
+    Wortsman et al. 2023); those that are not finite take the exact product. With a seed, int64[2],
+    left is rounded to codes stochastically.
+    """
+    is_wide = left.dtype == right.dtype and left.itemsize > 2
+    if not (is_wide and factors_as & quantized and 0 < left.shape[-1] <= MOST_DEPTH):
+        return torch.matmul(*factors(is_wide and bool(factors_as & ROUNDED), left, right))
+    output = _Quantized.apply(left, -1, seed) @ _Quantized.apply(right, -2, None)
+    is_finite = left.isfinite().all(-1, keepdim=True) & right.isfinite().all(-2, keepdim=True)
+    return torch.where(is_finite, output, left @ right)
 
 
 def product(left: Tensor, right: Tensor, round_factors: bool = False) -> Tensor:

@@ -122,9 +122,13 @@ def swap(
         precision: of the products of float32 in the swapped attention and linear layers of this
             model, as of `onepass.functional.linear`: "medium" rounds their factors to bfloat16 on a
             CPU with dot products of it, forward and backward, and swaps all linear layers there;
-            "highest" and "high" keep float32 whatever torch's setting. Sums, weights, gradients
-            and all else stay in float32. None: torch's setting. Kept by copies and `torch.save`,
-            taken back by `unswap`; a call for a model that is swapped already changes it.
+            "highest" and "high" keep float32 whatever torch's setting. "int8" quantises them to 8
+            bits in linear layers, for the output and for the input's gradient (SwitchBack), but
+            not in the first and the last of the model and in those that share an embedding's
+            weight, unless `include` names them; they are swapped and stay in float32. Sums,
+            weights, gradients and all else stay in float32. None: torch's setting. Kept by copies
+            and `torch.save`, taken back by `unswap`; a call for a model that is swapped already
+            changes it.
             `Report.verify` says how far the results are from float32's.
 
     Returns:

@@ -14,7 +14,7 @@ from torch import nn
 
 from onepass import _C
 from onepass._policy import device_attention, small_calls
-from onepass._policy.precision import rounds_factors
+from onepass._policy.precision import HAS_BYTE_PRODUCTS, quantizes, rounds_factors
 from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
@@ -39,6 +39,15 @@ _ROUNDED = (
     "forward and backward; sums, weights and gradients stay float32; report.verify(batch) says how "
     "far the results are from float32's"
 )
+_QUANTIZED = (
+    "precision={precision!r}: linear products of float32 in {modules} take factors quantised to 8 "
+    "bits; sums, weights and gradients stay float32{left}; report.verify(batch) says how far the "
+    "results are from float32's{slow}"
+)
+_LEFT_IN_FLOAT32 = (
+    "; {names} stay in float32, as the first, the last or an embedding's (include= takes them too)"
+)
+_WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
 _IN_FLOAT32 = (
     "precision={precision!r}: products of {modules} stay in float32, whatever torch's setting"
 )
@@ -186,11 +195,27 @@ def _of_results(plan: Plan) -> Iterator[str]:
 def _of_precision(plan: Plan) -> str:
     count = len(plan.modules_with_products())
     modules = "1 module" if count == 1 else f"{count} modules"
+    if quantizes(plan.precision):
+        return _of_codes(plan)
     if plan.precision != "medium":
         return _IN_FLOAT32.format(precision=plan.precision, modules=modules)
     if not rounds_factors("medium"):
         return _WITHOUT_DOTS.format(level=_C.cpu_level())
     return _ROUNDED.format(modules=modules)
+
+
+def _of_codes(plan: Plan) -> str:
+    left = plan.not_quantized()
+    count = sum(
+        id(module) not in left and bool(small_calls.linear_weights(module))
+        for module in plan.modules_with_products()
+    )
+    return _QUANTIZED.format(
+        precision=plan.precision,
+        modules="1 module" if count == 1 else f"{count} modules",
+        left=_LEFT_IN_FLOAT32.format(names=", ".join(left.values())) if left else "",
+        slow="" if HAS_BYTE_PRODUCTS else _WITHOUT_VNNI,
+    )
 
 
 def _of_costs(plan: Plan) -> Iterator[str]:

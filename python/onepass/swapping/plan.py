@@ -8,9 +8,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from onepass._policy.precision import ATTRIBUTE
+from onepass._policy.precision import ATTRIBUTE, quantizes
 from onepass.swapping import (
     activated,
     adaptive,
@@ -23,7 +24,7 @@ from onepass.swapping import (
     rotary_proof,
 )
 from onepass.swapping import probe as probing
-from onepass.swapping.changes import Change, Edit
+from onepass.swapping.changes import ABSENT, Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.providers import LAZY_LOGITS, provider
 from onepass.swapping.reasons import Reason, SkipReason
@@ -48,6 +49,8 @@ _SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdi
 _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call left it"
 _NOT_BY_FORCE = "; force does not change that"
 _WITH_PRODUCTS = ("attention", "linear")
+_LINEAR = (nn.Linear, nn.MultiheadAttention)
+_READ_DIRECTLY = torch.nn.modules.linear.NonDynamicallyQuantizableLinear  # a part of the latter
 
 
 @contextlib.contextmanager
@@ -160,7 +163,34 @@ class Plan:
         """Lists the edits of the precision of swapped modules with products, earlier ones too."""
         if self.precision is None:
             return []
-        return [Edit(module, ATTRIBUTE, self.precision) for module in self.modules_with_products()]
+        left = self.not_quantized()
+        return [
+            Edit(module, ATTRIBUTE, ABSENT if id(module) in left else self.precision)
+            for module in self.modules_with_products()
+        ]
+
+    def not_quantized(self) -> dict[int, str]:
+        """The names by id of linear layers that stay in float32 under "int8", unless the options
+        include them by name: the first and the last of the model, and those that share an
+        embedding's weight. Their errors cost most (SwitchBack, Wortsman et al. 2023)."""
+        if not quantizes(self.precision) or self._choice.include is not None:
+            return {}
+        swapped = {entry["name"] for entry in self.report.swapped if entry["kind"] == "linear"}
+        linear = [
+            item
+            for item in self.found
+            if (isinstance(item.module, _LINEAR) and not isinstance(item.module, _READ_DIRECTLY))
+            or item.names[0] in swapped
+        ]
+        embedded = {
+            id(item.module.weight) for item in self.found if isinstance(item.module, nn.Embedding)
+        }
+        tied = [
+            item
+            for item in linear
+            if embedded & {id(p) for p in item.module.parameters(recurse=False)}
+        ]
+        return {id(item.module): item.names[0] for item in (*linear[:1], *linear[-1:], *tied)}
 
     def modules_with_products(self) -> list[nn.Module]:
         """The swapped modules that have products of matrices, but for earlier ones that the options

@@ -70,8 +70,11 @@ class CallCounts:
         return CallCounts(self.ours, self.left, self.small, again.ours - self.ours)
 
 
+_TAKEN = {"medium": "rounded to bfloat16", "int8": "quantised to 8 bits"}
+
+
 class Rounding(NamedTuple):
-    """The effect of products that round float32 factors to bfloat16, swapped against swapped.
+    """The effect of products that round or quantise float32 factors, swapped against swapped.
 
     Distances are those of whole tensors, ``|rounded - exact| / |exact|``.
     """
@@ -81,9 +84,10 @@ class Rounding(NamedTuple):
     median: float  # of the tensors' distances
     largest: float
     name: str  # of the tensor that is furthest off
+    precision: str  # as the model's modules or torch's setting have it
 
     @classmethod
-    def of(cls, rounded, exact) -> Rounding | None:
+    def of(cls, rounded, exact, precision: str) -> Rounding | None:
         """Compares two runs; None if no product rounded."""
         distances = {}
         for name, ref in exact.tensors.items():
@@ -95,13 +99,13 @@ class Rounding(NamedTuple):
             return None
         name = max(distances, key=distances.get)
         median = statistics.median(distances.values())
-        return cls(rounded.loss, exact.loss, median, distances[name], name)
+        return cls(rounded.loss, exact.loss, median, distances[name], name, precision)
 
     def __str__(self) -> str:
         return (
-            f"factors of products rounded to bfloat16: loss {self.loss:.7g}, {self.exact_loss:.7g} "
-            f"in float32; tensors are {self.median:.1e} from float32's in the median, at most "
-            f"{self.largest:.1e} ({self.name})"
+            f"factors of products {_TAKEN[self.precision.partition(':')[0]]}: loss {self.loss:.7g}, "
+            f"{self.exact_loss:.7g} in float32; tensors are {self.median:.1e} from float32's in "
+            f"the median, at most {self.largest:.1e} ({self.name})"
         )
 
 
@@ -126,8 +130,9 @@ class Verification:
         shares: by operator, the largest error of its first calls, divided by its bound: see
             :mod:`onepass.swapping.kernels`. They do not decide: the tensors of the step do.
         dropout_off: why a model in train mode ran in eval mode; empty if it did not.
-        rounding: a `Rounding` where torch's setting or the model's precision rounds the factors of
-            float32 products, else None; printed as a second line. All else is of float32 products.
+        rounding: a `Rounding` where torch's setting or the model's precision rounds or quantises
+            the factors of float32 products, else None; printed as a second line. All else is of
+            float32 products.
     """
 
     rounding: Rounding | None = None

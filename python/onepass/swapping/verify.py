@@ -17,7 +17,7 @@ largest counts. For tensors that still exceed it, both are drawn together, and t
 the rule: a defect shows in every draw.
 
 Products of float32 are compared in float32. Where torch's setting or the model's precision rounds
-their factors to bfloat16, one more run tells how far that is from float32.
+their factors to bfloat16, or quantises them, one more run tells how far that is from float32.
 
 Rows of padding, by the batch's attention mask, count if the loss depends on them: stock's eager
 attention averages over everything there, others give zeros.
@@ -39,7 +39,7 @@ from onepass import _dispatch_log
 from onepass._batch import arguments, named_in_errors, takes
 from onepass._ops.norm import NormKind
 from onepass._policy import small_calls
-from onepass._policy.precision import ATTRIBUTE, precision_of, rounds_factors
+from onepass._policy.precision import ATTRIBUTE, changes_factors, precision_of
 from onepass.reference import norm as reference
 from onepass.swapping.changes import ABSENT, Change, Edit, in_force
 from onepass.swapping.classes import ForeignNormForward
@@ -141,10 +141,11 @@ class _Pair:
         if the model's precision, or torch's, does that."""
         with _products_in_float32(self.model):
             verification = self.verdict()
-        if any(rounds_factors(precision_of(change.module)) for change in self.changes):
+        found = {precision_of(change.module) for change in self.changes}
+        if changing := sorted({p or "medium" for p in found if changes_factors(p)}):
             with _products_in_float32(self.model):
                 exact = self._swapped()
-            verification.rounding = Rounding.of(self._swapped(), exact)
+            verification.rounding = Rounding.of(self._swapped(), exact, " and ".join(changing))
         return verification
 
     def verdict(self) -> Verification:

@@ -30,14 +30,16 @@ class Ceilings:
     update_gbps: float  # x *= c in place, the same size
     fma_gflops: float | None  # float32 multiply-add, all threads
     bf16_dot_gflops: float | None  # bfloat16 dot products, all threads; 0 where the CPU has none
+    int8_dot_gflops: float | None = None  # the same of int8: 10^9 operations per second
 
     def to_dict(self) -> dict:
         return asdict(self)
 
-    def arithmetic_gflops(self, dots: bool) -> float | None:
-        """The ceiling of multiply-adds; with `dots` of bfloat16 dot products, if the CPU has
-        them."""
-        return (self.bf16_dot_gflops or self.fma_gflops) if dots else self.fma_gflops
+    def arithmetic_gflops(self, unit: str) -> float | None:
+        """The ceiling of multiply-adds of float32, or of dot products of bfloat16 or int8 if the
+        CPU has them; unit: which of the three."""
+        dots = {"bfloat16": self.bf16_dot_gflops, "int8": self.int8_dot_gflops}
+        return dots.get(unit) or self.fma_gflops
 
     def __str__(self) -> str:
         arithmetic = "FMA float32 not measured"
@@ -45,6 +47,8 @@ class Ceilings:
             arithmetic = f"FMA float32 {self.fma_gflops:.0f} GFLOP/s"
             if self.bf16_dot_gflops:
                 arithmetic += f", dot bfloat16 {self.bf16_dot_gflops:.0f} GFLOP/s"
+            if self.int8_dot_gflops:
+                arithmetic += f", dot int8 {self.int8_dot_gflops:.0f} GOP/s"
         return (
             f"copy {self.copy_gbps:.1f} GB/s, update in place {self.update_gbps:.1f} GB/s "
             f"(tensors of {self.tensor_bytes >> 20} MiB), {arithmetic}, {self.threads} threads"
@@ -65,9 +69,9 @@ class CudaCeilings:
     def to_dict(self) -> dict:
         return asdict(self)
 
-    def arithmetic_gflops(self, dots: bool) -> float | None:
-        """The ceiling of float32 multiply-adds; with `dots` of 16-bit products, on tensor cores."""
-        return self.matmul_16_gflops if dots else self.matmul_32_gflops
+    def arithmetic_gflops(self, unit: str) -> float | None:
+        """The ceiling of float32 multiply-adds, or of 16-bit products on tensor cores."""
+        return self.matmul_32_gflops if unit == "float32" else self.matmul_16_gflops
 
     def __str__(self) -> str:
         text = (
@@ -94,12 +98,13 @@ def ceilings(big_bytes: int = BIG_BYTES) -> Ceilings:
         update_gbps,
         _on_all_threads("fma_ceiling", threads),
         _on_all_threads("bf16_dot_ceiling", threads),
+        _on_all_threads("int8_dot_ceiling", threads),
     )
 
 
-def arithmetic_gflops(threads: int, dots: bool) -> float | None:
-    """The CPU's multiply-adds; with `dots` its bfloat16 dot products, if it has them."""
-    rate = _on_all_threads("bf16_dot_ceiling", threads) if dots else None
+def arithmetic_gflops(threads: int, unit: str) -> float | None:
+    """The CPU's multiply-adds; of bfloat16 its dot products, if it has them."""
+    rate = _on_all_threads("bf16_dot_ceiling", threads) if unit == "bfloat16" else None
     return rate or _on_all_threads("fma_ceiling", threads)
 
 

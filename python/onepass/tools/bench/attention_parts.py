@@ -113,6 +113,7 @@ def case_of(
     batch, heads, seq, head_dim = shape
     if batch_pairs is None:
         batch_pairs = batch * pairs(seq, causal=kind.endswith("causal"))
+    dots = rounds or dtype is torch.bfloat16 or (device == "cuda" and dtype is torch.float16)
     full = partial(tensors, dtype=dtype, grad=phase != "forward", device=device)
     if make is None and batch * heads * seq * seq > CHECKED_SCORES:
         # Fewer heads; of the longest sequences, only a part that fits the limit.
@@ -128,7 +129,7 @@ def case_of(
         compiles=False,
         make_checked=checked,
         flops=flops(batch_pairs, heads, head_dim, phase) + more_flops,
-        dots=rounds or dtype is torch.bfloat16 or (device == "cuda" and dtype is torch.float16),
+        unit="bfloat16" if dots else "float32",
         make_stock=make_stock,
     )
 

@@ -94,8 +94,8 @@ class Case:
             of the whole ones would take longer than the measurement.
         flops: useful operations of a call, a multiply-add being two, where arithmetic is the limit;
             the ceiling is then that of multiply-adds on all threads.
-        dots: that ceiling is of bfloat16 dot products, if the CPU has an instruction for them, or
-            of 16-bit matrix products on tensor cores.
+        unit: "float32"; or "bfloat16", "int8": that ceiling is of their dot products, if the CPU
+            has an instruction for them, or of 16-bit matrix products on tensor cores.
         make_stock: returns torch's tensors if it takes the same data in another form, such as
             padded; ours and the check use those of `make`.
         graphs: on CUDA a call is the replay of a CUDA graph, as in serving: the host's work for a
@@ -116,7 +116,7 @@ class Case:
     compiles: bool = True
     make_checked: Callable[[], list[Tensor]] | None = None
     flops: int | None = None
-    dots: bool = False
+    unit: str = "float32"
     make_stock: Callable[[], list[Tensor]] | None = None
     graphs: bool = False
 
@@ -286,7 +286,7 @@ def measure(
         )
     arithmetic = None
     if limits is not None and case.flops is not None:
-        arithmetic = limits.arithmetic_gflops(case.dots)
+        arithmetic = limits.arithmetic_gflops(case.unit)
     return Row(
         case,
         pool(timings),

@@ -20,7 +20,8 @@ step, :mod:`onepass.tools.compare.optimizers` for the measurement of an optimize
   ``{modules, kinds, reason}``, the reason with its figure; variants by name (stock, swapped; with
   --compile compiled stock and compiled swapped; with --keep-memory the same two, kept memory: in a
   process that keeps what it has freed; in float32, where this CPU multiplies otherwise then, the
-  same two, medium precision: with ``torch.set_float32_matmul_precision("medium")``):
+  same two, medium precision: with ``torch.set_float32_matmul_precision("medium")``; with
+  --precision int8 swapped, int8: by ``onepass.swap(model, precision="int8")``):
   ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``page_faults`` per
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the
@@ -36,9 +37,10 @@ step, :mod:`onepass.tools.compare.optimizers` for the measurement of an optimize
   gradient_error is null where stock's gradients are zero, denormal or not finite; dropout is "on,
   with the same masks", "off", or "off: " and why
 - ``sameness``: per dropout probability ``{dropout, stock_runs_differ_by, curve, steps,
-  stock_losses, swapped_losses, medium_losses, gap, medium_gap, stock_gap, band_factor, same}``;
-  losses in nats per byte; medium's are of swapped, null where that is no variant; same is null
-  where stock's are not finite, or all are one number
+  stock_losses, swapped_losses, medium_losses, gap, medium_gap, precisions, stock_gap, band_factor,
+  same}``; losses in nats per byte; medium's are of swapped, null where that is no variant, and
+  precisions has ``{losses, gap}`` of each by name; same is null where stock's are not finite, or
+  all are one number
 - ``optimizers``: ``{dropout, parameters, baseline, variants, steps, stock_gap, left_out}``; dropout
   is that of the step and of the training that the figures refer to, parameters those with a
   gradient, left_out the reason by name; variants by name (torch default, torch fused, onepass, and

@@ -14,7 +14,7 @@ from onepass.tools.compare.measure import Speed
 from onepass.tools.compare.optimizers import Comparison
 from onepass.tools.compare.report import Result, footer, number, part_label, short, verdict
 from onepass.tools.compare.train import BAND_FACTOR, Sameness
-from onepass.tools.compare.variants import SWAPPED_MEDIUM, baseline_of
+from onepass.tools.compare.variants import baseline_of, swapped_at
 from onepass.tools.plotting import OURS, STOCK, drawn, put_texts
 
 BAND = "#a9c4dd"
@@ -68,14 +68,18 @@ def _with(dropout: float | None) -> str:
     return "" if dropout is None else f", dropout {dropout:g}"
 
 
+# Of the curves at other precisions than float32.
+_STYLES = (":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1)))
+
+
 def _plot_losses(axes: Axes, phase: Sameness) -> None:
     low = [min(point) for point in zip(*phase.stock, strict=True)]
     high = [max(point) for point in zip(*phase.stock, strict=True)]
     axes.fill_between(phase.steps, low, high, color=BAND, label="all stock runs")
     axes.plot(phase.steps, phase.stock[0], color=STOCK, lw=2.6, label="stock")
     axes.plot(phase.steps, phase.swapped, color=OURS, lw=1.4, ls="--", label="swapped")
-    if phase.rounded is not None:
-        axes.plot(phase.steps, phase.rounded, color=OURS, lw=1.2, ls=":", label=SWAPPED_MEDIUM)
+    for (name, losses), style in zip(phase.others.items(), _STYLES, strict=False):
+        axes.plot(phase.steps, losses, color=OURS, lw=1.2, ls=style, label=swapped_at(name))
     axes.set_title(f"{phase.curve_name[0].upper()}{phase.curve_name[1:]}{_with(phase.dropout)}")
     axes.tick_params(labelbottom=False)
     axes.legend()

@@ -48,5 +48,5 @@ def products_of(counter: FlopCounterMode, model: nn.Module, settings: Settings) 
 
     ceiling = None
     if settings.device.type == "cpu":
-        ceiling = arithmetic_gflops(settings.threads, dots=settings.dtype == torch.bfloat16)
+        ceiling = arithmetic_gflops(settings.threads, str(settings.dtype).removeprefix("torch."))
     return Products(linear("Global") - sum(map(linear, attention)), ceiling)

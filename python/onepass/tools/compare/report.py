@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from onepass._policy.precision import quantizes
 from onepass.swapping.reasons import Reason
 from onepass.swapping.sample import Decision
 from onepass.swapping.texts import grouped
@@ -15,7 +16,7 @@ from onepass.tools.compare.measure import FirstStep, Speed
 from onepass.tools.compare.optimizers import BASELINE, Comparison
 from onepass.tools.compare.settings import Settings
 from onepass.tools.compare.train import BAND_FACTOR, Sameness
-from onepass.tools.compare.variants import MEDIUM, MEDIUM_MEANS, baseline_of
+from onepass.tools.compare.variants import INT8_MEANS, MEDIUM, MEDIUM_MEANS, baseline_of
 from onepass.tools.harness import Interval
 from onepass.tools.tables import print_footer, print_table, print_text, table_of
 
@@ -109,6 +110,8 @@ class Result:
         print_table(console, _speed_table(self), names=2)
         if any(MEDIUM in speed.variants for speed in self.speeds):
             print_text(console, f"medium precision: {MEDIUM_MEANS}.\n")
+        if any(map(quantizes, self.settings.precisions)):
+            print_text(console, f"int8: {INT8_MEANS}.\n")
         for speed in self.speeds:
             print_table(console, _parts_table(speed))
             if text := linear_text(speed):
@@ -396,8 +399,9 @@ def _sameness_table(result: Result) -> Table:
             f"{phase.stock_gap:.1e}",
             SAME[phase.same],
         )
-        if phase.rounded is not None:
-            table.add_row("", "medium precision", "", f"{phase.rounded_gap:.1e}", "", OTHER)
+        for name, losses in phase.others.items():
+            what = name if quantizes(name) else f"{name} precision"
+            table.add_row("", what, "", f"{phase.gap_of(losses):.1e}", "", OTHER)
     return table
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import onepass
 from onepass import _library, _malloc
+from onepass._policy.precision import check_precision, quantizes
 from onepass.swapping.matchers import KINDS
 from onepass.swapping.sample import Decision
 from onepass.tools.command import STDOUT
@@ -48,6 +49,7 @@ class Settings:
     compile: bool
     generate: int  # tokens; 0: training is compared
     keep_memory: bool
+    precisions: tuple[str, ...]  # of float32 products beside float32; training is compared in each
     optimizers: tuple[str, ...]  # of OPTIMIZERS, always with "fused", the baseline
     masters: tuple[str, ...]  # of MASTERS; empty: only unchanged parameters
     state_dtypes: tuple[str, ...]  # of STATE_DTYPES; empty: only torch's
@@ -60,16 +62,13 @@ class Settings:
     command: str
     decision: Decision | None = None  # of --auto, once it is known
 
-    @property
-    def has_medium(self) -> bool:
-        """Whether training under medium precision is compared too."""
-        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        return on_cpu and medium_has_effect()
-
-    def swap(self, model: nn.Module, kinds: Sequence[str] = ()) -> onepass.Report:
+    def swap(
+        self, model: nn.Module, kinds: Sequence[str] = (), precision: str | None = None
+    ) -> onepass.Report:
         """Swaps a model in place; kinds: others than the settings'."""
         choice = self.decision and self.decision.to_dict()
-        return onepass.swap(model, kinds=kinds or self.kinds or None, choice=choice)
+        kinds = kinds or self.kinds or None
+        return onepass.swap(model, kinds=kinds, choice=choice, precision=precision)
 
     def decided(self, model: nn.Module, batch: object) -> Settings:
         """Settings; with --auto those that swap what gains on this batch, in the mode that the
@@ -115,8 +114,8 @@ class Settings:
         )
 
 
-_OF_TRAINING = ("steps", "keep_memory", "optimizers", "master", "state_dtype", "plot")
-_TUPLES = ("dropouts", "text", "kinds", "optimizers", "masters", "state_dtypes")
+_OF_TRAINING = ("steps", "keep_memory", "precision", "optimizers", "master", "state_dtype", "plot")
+_TUPLES = ("dropouts", "text", "kinds", "precisions", "optimizers", "masters", "state_dtypes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
     add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
         "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
+    add("--precision", nargs="+", metavar="NAME", help="of float32 products on a CPU: float32 "
+        "(always), medium, int8, or int8: and its parts, also joined by commas (default: float32, "
+        "and medium where it changes torch's products)")  # fmt: skip
     add("--optimizers", nargs="+", metavar="NAME", help="AdamW steps timed apart: torch's default, "
         "torch's fused (always), onepass's (default: default fused onepass)")  # fmt: skip
     add("--master", nargs="+", metavar="MODE", help="bfloat16 parameters too, of which onepass's "
@@ -144,8 +146,8 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the model, the data and the number of timed steps; sets other flags of
     `add_arguments` to their defaults."""
     parser.set_defaults(
-        steps=None, auto=False, compile=False, keep_memory=False, optimizers=None, master=None,
-        state_dtype=None, plot=None,
+        steps=None, auto=False, compile=False, keep_memory=False, precision=None, optimizers=None,
+        master=None, state_dtype=None, plot=None,
     )  # fmt: skip
     add = parser.add_argument
     add("--model", metavar="PACKAGE.MODULE:FUNCTION",
@@ -219,6 +221,7 @@ def read_settings(
         raise BadInput(f"--seed must be at least 0, got {args.seed}")
     steps = args.steps or (10 if args.quick else None if args.model else 200)
     device = _device(args.device)
+    dtype = _dtype(args.dtype, device)
     return Settings(
         speed=Sizes(**{**default.__dict__, **given}),
         sameness=QUICK_SAMENESS if args.quick else SAMENESS,
@@ -232,12 +235,13 @@ def read_settings(
         compile=args.compile,
         generate=args.generate or 0,
         keep_memory=_keep_memory(args.keep_memory, device),
+        precisions=_precisions(args.precision, device, dtype),
         optimizers=tuple(name for name in OPTIMIZERS if name in (*optimizers, "fused")),
         masters=masters,
         state_dtypes=state_dtypes,
         model=args.model,
         device=device,
-        dtype=_dtype(args.dtype, device),
+        dtype=dtype,
         seed=args.seed,
         threads=args.threads or torch.get_num_threads(),
         quick=args.quick,
@@ -253,6 +257,29 @@ def _several(values: list[str] | None, flag: str, known: tuple[str, ...]) -> tup
     if len(set(values)) != len(values):
         raise BadInput(f"{flag} must list different values, got {' '.join(values)}")
     return values
+
+
+def _precisions(
+    given: list[str] | None, device: torch.device, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """The precisions of float32 products beside float32."""
+    is_float32 = device.type == "cpu" and dtype == torch.float32
+    if given is None:
+        return ("medium",) if is_float32 and medium_has_effect() else ()
+    names = [name for value in given for name in value.split(",")]
+    for name in names:
+        if name not in ("float32", "medium") and not quantizes(name):
+            raise BadInput(f"--precision must be of float32, medium, int8, got {name!r}")
+        try:
+            check_precision("compare", None if name == "float32" else name)
+        except ValueError as error:
+            raise BadInput(f"--precision: {error}") from None
+    if len({*names}) != len(names):
+        raise BadInput(f"--precision must list different values, got {' '.join(names)}")
+    others = tuple(name for name in names if name != "float32")
+    if others and not is_float32:
+        raise BadInput("--precision is of float32 on a CPU: drop it, or --device and --dtype")
+    return others
 
 
 def _device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -159,12 +160,11 @@ class Sameness:
     steps: list[int]
     stock: list[list[float]]  # per run and point; the first run is the one swapped is compared with
     swapped: list[float]
-    rounded: list[float] | None = None  # swapped, with products of float32 in bfloat16
+    others: dict[str, list[float]]  # swapped, with products of float32 at other precisions
 
-    @property
-    def rounded_gap(self) -> float:
-        pairs = zip(self.rounded, self.stock[0], strict=True)
-        return _worst([abs(a - b) for a, b in pairs])
+    def gap_of(self, losses: list[float]) -> float:
+        """The largest distance from the first stock run."""
+        return _worst([abs(a - b) for a, b in zip(losses, self.stock[0], strict=True)])
 
     @property
     def difference(self) -> list[float]:
@@ -206,9 +206,13 @@ class Sameness:
             "steps": self.steps,
             "stock_losses": self.stock,
             "swapped_losses": self.swapped,
-            "medium_losses": self.rounded,
+            "medium_losses": self.others.get("medium"),
             "gap": self.gap,
-            "medium_gap": None if self.rounded is None else self.rounded_gap,
+            "medium_gap": self.gap_of(self.others["medium"]) if "medium" in self.others else None,
+            "precisions": {
+                name: {"losses": losses, "gap": self.gap_of(losses)}
+                for name, losses in self.others.items()
+            },
             "stock_gap": self.stock_gap,
             "band_factor": BAND_FACTOR,
             "same": self.same,
@@ -259,8 +263,8 @@ def train_curve(
 def compare_training(
     workload, settings: Settings, advance: Callable[[], None], further_runs: int = 0
 ) -> Sameness:
-    """Trains stock STOCK_RUNS times and swapped once, on the same batches; and once more under
-    medium precision where that is a variant of the speed phase.
+    """Trains stock STOCK_RUNS times and swapped once, on the same batches; and once more at each
+    precision that is a variant of the speed phase.
 
     Without dropout the stock runs differ only in the order of their sums, with dropout in its seed:
     swapped draws other random numbers by design, so it counts as one more seed.
@@ -283,10 +287,13 @@ def compare_training(
 
     stock = [stock_run(seed) for seed in range(STOCK_RUNS)]
     swapped = train_curve(workload, settings, points, advance, prepare=settings.swap)
-    rounded = None
-    if settings.has_medium:
-        rounded = train_curve(
-            workload, settings, points, advance, prepare=settings.swap, around=medium_precision
+    others = {}
+    for precision in settings.precisions:
+        is_medium = precision == "medium"
+        swap = functools.partial(settings.swap, precision=None if is_medium else precision)
+        around = medium_precision if is_medium else contextlib.nullcontext
+        others[precision] = train_curve(
+            workload, settings, points, advance, prepare=swap, around=around
         )
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(
@@ -296,7 +303,7 @@ def compare_training(
         points,
         stock,
         swapped,
-        rounded,
+        others,
     )
 
 
@@ -314,4 +321,4 @@ def _affordable_steps(workload, settings: Settings, further_runs: int) -> int:
 
 def curves_of(settings: Settings) -> int:
     """How many runs the sameness phase has."""
-    return STOCK_RUNS + 1 + settings.has_medium
+    return STOCK_RUNS + 1 + len(settings.precisions)

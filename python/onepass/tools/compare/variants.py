@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 import onepass
+from onepass._policy.precision import INT8
 from onepass.tools.compare.settings import Settings
 from onepass.tools.compare.train import Trainer
 from onepass.tools.machine import medium_precision
@@ -21,6 +22,11 @@ MEDIUM_MEANS = (
     "products of float32 in bfloat16, as the user allows by "
     'torch.set_float32_matmul_precision("medium")'
 )
+_AT = ", "
+INT8_MEANS = (
+    "the factors of linear layers' float32 products quantised to 8 bits, but those of the first "
+    "and last layer and of tied heads, by onepass.swap(model, precision=...)"
+)
 _ONLY = ": "
 
 
@@ -29,9 +35,14 @@ def names(settings: Settings) -> list[str]:
     found = [STOCK, SWAPPED]
     if settings.compile:
         found += [f"{COMPILED}{name}" for name in found]
-    if settings.has_medium:
-        found += [MEDIUM, SWAPPED_MEDIUM]
+    for precision in settings.precisions:
+        found += [MEDIUM, SWAPPED_MEDIUM] if precision == "medium" else [swapped_at(precision)]
     return found
+
+
+def swapped_at(precision: str) -> str:
+    """The variant that is swapped, with its float32 products at a precision."""
+    return SWAPPED_MEDIUM if precision == "medium" else f"{SWAPPED}{_AT}{precision}"
 
 
 def kept_names(settings: Settings) -> list[str]:
@@ -39,8 +50,8 @@ def kept_names(settings: Settings) -> list[str]:
 
 
 def baseline_of(variant: str) -> str:
-    """The variant that differs from this one only by the swap."""
-    return variant.replace(SWAPPED, STOCK)
+    """The variant that differs from this one only by the swap; stock has no int8."""
+    return variant.partition(f"{_AT}{INT8}")[0].replace(SWAPPED, STOCK)
 
 
 def of_kinds(kinds: Sequence[str]) -> str:
@@ -60,6 +71,8 @@ def trainer_of(
     """Turns a stock model into the variant; returns the report if it is swapped."""
     report = None
     if SWAPPED in variant:
-        report = settings.swap(model, kinds_of(variant, settings))
+        _, at, precision = variant.partition(f"{_AT}{INT8}")
+        kinds = kinds_of(variant, settings)
+        report = settings.swap(model, kinds, f"{INT8}{precision}" if at else None)
     around = medium_precision if variant.endswith(_MEDIUM) else contextlib.nullcontext
     return Trainer(model, settings, variant.startswith(COMPILED), around=around), report

@@ -5,7 +5,9 @@ Products are bound by arithmetic, so their ceiling is that of multiply-adds on a
 (bfloat16: of dot products, where the CPU has an instruction for them). With few rows it is the
 reading of the weight. "onednn" is torch's oneDNN product on the same tensors, if it takes
 them. Cases named medium round float32 factors to bfloat16, where the CPU has dot products; torch's
-then run under `torch.set_float32_matmul_precision("medium")`, and "float32" is ours without.
+then run under `torch.set_float32_matmul_precision("medium")`, and "float32" is ours without. Those
+named int8 quantise float32 factors; torch's are float32, and "quantize_dynamic" is torch's layer
+of a weight that was quantised before.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from onepass import functional
 from onepass._ops.linear import Activation
 from onepass._policy.precision import rounds_factors
 from onepass.reference import linear as reference
+from onepass.reference.products import INT8_FORWARD, INT8_INPUT, ROUNDED
 from onepass.tools.bench.case import Case, Function, Operator
 from onepass.tools.machine import medium_precision
 
@@ -41,6 +44,7 @@ OF_MANY_ROWS = ("forward", "forward+gelu", "dgelu", "dinput", "dweight+dbias")
 OF_FEW_ROWS = ("forward", "forward, weight transposed", "dinput")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEDIUM = ((2048, 384, 1536), (1024, 1024, 4096))
+INT8 = (*MEDIUM, (256, 1024, 4096))
 SLOW_IN_TORCH = 1 << 28  # multiply-adds that take torch's own loops a second
 
 
@@ -57,12 +61,26 @@ def _onednn_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.mkldnn._linear_pointwise(x.t(), g.t(), None, "none", [], "").t(), g.sum(0)
 
 
-def _own_dinput(g: Tensor, w: Tensor, medium: bool = False) -> tuple[Tensor, ...]:
-    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None, medium)[:1]
+_DYNAMIC: dict[int, torch.nn.Module] = {}  # by the weight that they were made of
 
 
-def _own_dweight(g: Tensor, x: Tensor, medium: bool = False) -> tuple[Tensor, ...]:
-    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype, medium)[1:]
+def _quantized_dynamically(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """torch.ao.quantization.quantize_dynamic: the weight was quantised before, per column."""
+    if id(w) not in _DYNAMIC:
+        _DYNAMIC.clear()
+        layer = torch.nn.Linear(w.shape[1], w.shape[0])
+        layer.weight.data, layer.bias.data = w.detach(), b.detach()
+        layer.qconfig = torch.ao.quantization.per_channel_dynamic_qconfig
+        _DYNAMIC[id(w)] = torch.ao.nn.quantized.dynamic.Linear.from_float(layer)
+    return (_DYNAMIC[id(w)](x),)
+
+
+def _own_dinput(g: Tensor, w: Tensor, factors: int = 0) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None, factors)[:1]
+
+
+def _own_dweight(g: Tensor, x: Tensor, factors: int = 0) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype, factors)[1:]
 
 
 def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -147,38 +165,46 @@ PHASES = {
 }
 
 
-def _medium(phase: str, ours: Function, formula: Function) -> None:
+# (by ours, by the definition) with the factors of reference/products.py.
+BY_FACTORS = {
+    "forward": (
+        lambda factors, x, w, b: (torch.ops.onepass.linear_forward(x, w, b, None, factors),),
+        lambda factors, x, w, b: (reference.linear(x, w, b, factors),),
+    ),
+    "dinput": (
+        lambda factors, g, w: _own_dinput(g, w, factors),
+        lambda factors, g, w: reference.linear_backward(g, None, w, factors=factors)[:1],
+    ),
+    "dweight+dbias": (
+        lambda factors, g, x: _own_dweight(g, x, factors),
+        lambda factors, g, x: reference.linear_backward(g, x, None, factors=factors)[1:],
+    ),
+}
+
+
+def _add_phase(precision: str, phase: str, factors: int, **optional: Function) -> None:
     operator, sizes_of = PHASES[phase]
-    PHASES[f"medium {phase}"] = (
+    ours, formula = BY_FACTORS[phase]
+    PHASES[f"{precision} {phase}"] = (
         Operator(
-            ours=partial(ours, True),
-            stock=_in_medium(operator.stock),
-            formula=formula,
-            base=formula,
-            others={"float32": partial(ours, False)},
+            ours=partial(ours, factors),
+            stock=_in_medium(operator.stock) if precision == "medium" else operator.stock,
+            formula=partial(formula, factors),
+            base=partial(formula, factors),
+            others={"float32": partial(ours, 0)},
+            optional=optional,
         ),
         sizes_of,
     )
 
 
-_medium(
-    "forward",
-    lambda medium, x, w, b: (
-        functional.linear(x, w, b, precision="medium" if medium else "highest"),
-    ),
-    lambda x, w, b: (reference.linear(x, w, b, round_factors=True),),
+for _phase in BY_FACTORS:
+    _add_phase("medium", _phase, ROUNDED)
+_add_phase("int8", "forward", INT8_FORWARD, quantize_dynamic=_quantized_dynamically)
+_add_phase("int8", "dinput", INT8_INPUT)
+OF_MEDIUM, OF_INT8 = (
+    tuple(phase for phase in PHASES if phase.startswith(name)) for name in ("medium", "int8")
 )
-_medium(
-    "dinput",
-    lambda medium, g, w: _own_dinput(g, w, medium),
-    lambda g, w: reference.linear_backward(g, None, w, round_factors=True)[:1],
-)
-_medium(
-    "dweight+dbias",
-    lambda medium, g, x: _own_dweight(g, x, medium),
-    lambda g, x: reference.linear_backward(g, x, None, round_factors=True)[1:],
-)
-OF_MEDIUM = tuple(phase for phase in PHASES if phase.startswith("medium"))
 
 
 def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
@@ -187,12 +213,14 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         return
     of_medium = OF_MEDIUM if rounds_factors("medium") else ()
     if quick:
-        phases = [phase for phase in PHASES if phase not in OF_MEDIUM]
+        phases = [phase for phase in PHASES if phase not in OF_MEDIUM + OF_INT8]
         yield from (_case(QUICK, dtype, phase) for dtype in DTYPES for phase in phases)
-        yield from (_case(QUICK, torch.float32, phase) for phase in of_medium)
+        yield from (_case(QUICK, torch.float32, phase) for phase in of_medium + OF_INT8)
         return
     for shape in MEDIUM:
         yield from (_case(shape, torch.float32, phase) for phase in of_medium)
+    for shape in INT8:
+        yield from (_case(shape, torch.float32, phase) for phase in OF_INT8)
     for dtype in DTYPES:
         for shape in SHAPES:
             rows, in_features, out_features = shape
@@ -226,6 +254,7 @@ def _case(
     few = shape in FEW_ROWS + FEW_ROWS_CACHED
     elementwise = phase == "dgelu"
     multiplies = not (few or elementwise or shape == SMALL)
+    has_dots = dtype is torch.bfloat16 or phase in OF_MEDIUM
     recorded = "+backward" if backward else "+graph" if graph else ""
     return Case(
         f"linear/{str(dtype).removeprefix('torch.')}/{rows}x{in_features}x{out_features}/{phase}"
@@ -239,5 +268,5 @@ def _case(
         cold=shape in FEW_ROWS,
         reads=in_features * out_features * dtype.itemsize if few else None,
         flops=2 * rows * in_features * out_features if multiplies else None,
-        dots=dtype is torch.bfloat16 or phase in OF_MEDIUM,
+        unit="int8" if phase in OF_INT8 else "bfloat16" if has_dots else "float32",
     )

@@ -132,6 +132,6 @@ def _case_of_layer(quick: bool, dtype: torch.dtype, phase: str) -> Case:
         backward,
         None,
         flops=2 * rows * features * classes * (3 if backward else 1),
-        dots=dtype is torch.bfloat16,
+        unit="bfloat16" if dtype is torch.bfloat16 else "float32",
         make_checked=None if quick else lambda: tensors(CHECKED[0]),
     )

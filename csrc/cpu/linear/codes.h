@@ -1,0 +1,288 @@
+// Codes of 8 bits, packed as the factors of a product.
+//
+// A line, which is a row of the left factor or a column of the right one, is quantised by its
+// largest magnitude (symmetric, "absmax"):
+//
+//   scalar: code[k] = nearest(x[k] * (127 / largest)), x[k] is about code[k] * (largest / 127)
+//
+// so codes are from -127 to 127, and all arithmetic on them is exact.
+#pragma once
+
+#include "cpu/activation.h"
+#include "cpu/linear/packing.h"
+#include "cpu/pieces.h"
+#include "cpu/random.h"
+#include "cpu/vec_bytes.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+inline constexpr int32_t kMostCode = 127;
+// A line of smaller numbers is zeros: 127 / largest must be finite.
+inline constexpr float kLeastLargest = 1e-36f;
+// The Philox stream of stochastic rounding; dropout's is 0.
+inline constexpr uint32_t kRoundingStream = 1;
+
+// Four codes in a cell. The instruction takes bytes without a sign on the left: there a code is
+// stored with kLeftOffset added, for which the sums of a column start at -kLeftOffset times the sum
+// of its codes. Sums wrap around on the way, and are right in the end: |sum| <= 127^2 depth.
+struct ByteCodes {
+  using Element = int8_t;
+  using Number = float;  // of finished sums
+  using Sum = SignedWords;
+  static constexpr int kLanes = cpu::kLanes<float>;
+  static constexpr int kPerCell = 4;
+  static constexpr int32_t kLeftOffset = 128;
+  using Cells = WordBits;
+
+  ONEPASS_INLINE static Cells broadcast_cell(const int8_t* a) {
+    uint32_t cell;
+    std::memcpy(&cell, a, sizeof(cell));
+    return cell - WordBits{};
+  }
+  ONEPASS_INLINE static Cells load_cells(const int8_t* b) {
+    Cells cells;
+    std::memcpy(&cells, b, sizeof(cells));
+    return cells;
+  }
+  ONEPASS_INLINE static Sum multiply_add(Cells a, Cells b, Sum sum) {
+    return multiply_add_bytes(a, b, sum);
+  }
+  // Consecutive codes as kLanes cells.
+  ONEPASS_INLINE static Cells neighbours(const SignedWords (&codes)[4]) {
+    const Bytes bytes = saturate_to_bytes<true>(codes);
+    return (WordBits)bytes;
+  }
+  static constexpr uint32_t kOffsetCells = 0x80808080u;  // adds kLeftOffset to each code
+};
+
+// Two codes of 16 bits in a cell, where no instruction multiplies bytes: a pair of products is at
+// most 2 * 127^2, and its sums are those of ByteCodes, bit for bit.
+struct HalfCodes {
+  using Element = int16_t;
+  using Number = float;
+  using Sum = SignedWords;
+  static constexpr int kLanes = cpu::kLanes<float>;
+  static constexpr int kPerCell = 2;
+  static constexpr int32_t kLeftOffset = 0;
+  using Cells = WordBits;
+
+  ONEPASS_INLINE static Cells broadcast_cell(const int16_t* a) {
+    return ByteCodes::broadcast_cell(reinterpret_cast<const int8_t*>(a));
+  }
+  ONEPASS_INLINE static Cells load_cells(const int16_t* b) {
+    return ByteCodes::load_cells(reinterpret_cast<const int8_t*>(b));
+  }
+  ONEPASS_INLINE static Sum multiply_add(Cells a, Cells b, Sum sum) {
+    return multiply_add_halves(a, b, sum);
+  }
+  ONEPASS_INLINE static Cells neighbours(const SignedWords (&codes)[2]) {
+    const HalfBits halves[] = {narrow_bits((WordBits)codes[0] & 0xffffu),
+                               narrow_bits((WordBits)codes[1] & 0xffffu)};
+    Cells cells;
+    std::memcpy(&cells, halves, sizeof(cells));
+    return cells;
+  }
+  static constexpr uint32_t kOffsetCells = 0;
+};
+
+// Lines of a factor that are packed side by side: a strip's rows, or a panel's columns.
+template <class M, int64_t kWidth>
+struct Lines {
+  static constexpr int kVectors = kWidth / M::kLanes;
+
+  uint32_t* cells = nullptr;  // (cells of k, kWidth)
+  float* scale = nullptr;     // (kWidth,) of each line; NaN where a number is not finite
+  int32_t* start = nullptr;   // (kWidth,) the sums' starts; null for a left factor
+
+  int32_t largest[kWidth] = {};  // the bits of the largest magnitude
+  float inverse[kWidth] = {};
+  SignedWords total[kVectors] = {};  // of the codes of each line
+
+  // From the largest magnitudes.
+  void set_scales() {
+    for (int64_t i = 0; i < kWidth; ++i) {
+      float most;
+      std::memcpy(&most, &largest[i], sizeof(most));
+      if (largest[i] >= kInfinity) {
+        scale[i] = std::numeric_limits<float>::quiet_NaN();
+        inverse[i] = 0.0f;
+      } else if (most < kLeastLargest) {
+        scale[i] = inverse[i] = 0.0f;
+      } else {
+        scale[i] = most / kMostCode;
+        inverse[i] = kMostCode / most;
+      }
+    }
+  }
+
+  // Vector v of `count` cells from number `cell` on.
+  template <int kCount>
+  ONEPASS_INLINE void put(int64_t cell, int64_t count, int v, const Vec<float> (&codes)[kCount]) {
+    uint32_t* to = cells + cell * kWidth + v * M::kLanes;
+    const bool is_right = start != nullptr;
+    const WordBits offset = WordBits{} + (is_right ? 0u : M::kOffsetCells);
+    const auto put_one = [&](int i) __attribute__((always_inline)) {
+      const WordBits one = (WordBits)codes[i] ^ offset;
+      std::memcpy(to + i * kWidth, &one, sizeof(one));
+    };
+    if (count == kCount) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kCount; ++i) put_one(i);
+    } else {
+      for (int i = 0; i < count; ++i) put_one(i);
+    }
+    if constexpr (M::kLeftOffset != 0) {
+      if (!is_right) return;
+      const WordBits ones = WordBits{} + 0x01010101u;
+      SignedWords sum = total[v], other = {};
+#pragma GCC unroll 16
+      for (int i = 0; i < kCount; i += 2) {  // cells beyond `count` are zeros
+        sum = M::multiply_add(ones, (WordBits)codes[i], sum);
+        if (i + 1 < kCount) other = M::multiply_add(ones, (WordBits)codes[i + 1], other);
+      }
+      total[v] = sum + other;
+    }
+  }
+
+  void set_starts() {
+    if (start == nullptr) return;
+    for (int v = 0; v < kVectors; ++v) {
+      const SignedWords starts = total[v] * -M::kLeftOffset;
+      std::memcpy(start + v * M::kLanes, &starts, sizeof(starts));
+    }
+  }
+
+  static constexpr int32_t kInfinity = 0x7f800000;
+};
+
+ONEPASS_INLINE SignedWords magnitude_bits(Vec<float> x) { return (SignedWords)absolute(x); }
+ONEPASS_INLINE SignedWords larger_word(SignedWords a, SignedWords b) { return a > b ? a : b; }
+
+// The codes of x * inverse; a number that is not finite gives any.
+ONEPASS_INLINE SignedWords code_of(Vec<float> scaled) { return nearest_word(scaled); }
+
+// Rounds down after adding a number of 16 bits from [0, 1): the expectation is x. Where a product
+// with the inverse is a bit over 127 the sum may be 128.
+ONEPASS_INLINE SignedWords random_code_of(Vec<float> scaled, Vec<float> uniform) {
+  const Vec<float> most = broadcast<float>(kMostCode);
+  const Vec<float> sum = smaller(larger(scaled + uniform, -most), most);
+  const SignedWords whole = __builtin_convertvector(sum, SignedWords);  // towards zero
+  return whole + (__builtin_convertvector(whole, Vec<float>) > sum);
+}
+
+// The bits of the largest magnitude in a line.
+inline int32_t largest_of(const float* line, int64_t depth) {
+  constexpr int n = kLanes<float>;
+  SignedWords most[2] = {};
+  int64_t k = 0;
+  for (; k + 2 * n <= depth; k += 2 * n) {
+    most[0] = larger_word(most[0], magnitude_bits(load<float>(line + k)));
+    most[1] = larger_word(most[1], magnitude_bits(load<float>(line + k + n)));
+  }
+  for_each_vector<float>(k, depth, [&](int64_t j, auto lanes) {
+    most[0] = larger_word(most[0], magnitude_bits(load<float>(line + j, lanes)));
+  });
+  most[0] = larger_word(most[0], most[1]);
+  int32_t largest = 0;
+  for (int j = 0; j < n; ++j) largest = std::max(largest, most[0][j]);
+  return largest;
+}
+
+// Lines that are dense along k: line(i) is where line i begins. If kRandom line i has the random
+// numbers of the elements from first_element + i * depth on.
+template <bool kRandom, class M, int64_t kWidth, class Line>
+void pack_lines(Line&& line, int64_t count, int64_t depth, const int64_t* seed,
+                int64_t first_element, Lines<M, kWidth>& to) {
+  constexpr int n = M::kLanes;
+  constexpr int64_t kSquareDepth = n * M::kPerCell;
+  for (int64_t i = 0; i < count; ++i) to.largest[i] = largest_of(line(i), depth);
+  to.set_scales();
+  const Dropout key = kRandom ? make_dropout(seed, 0.0) : Dropout{};
+  KeepTile random;
+  // A row of the square: kLanes cells of a line.
+  const auto cells_of = [&](int64_t i, int64_t k, int64_t here,
+                            auto is_whole) __attribute__((always_inline)) {
+    const float* from = line(i) + k;
+    const Vec<float> inverse = broadcast<float>(to.inverse[i]);
+    if (kRandom) random.fill(key, first_element + i * depth + k, here, kRoundingStream);
+    SignedWords codes[M::kPerCell];
+#pragma GCC unroll 4
+    for (int part = 0; part < M::kPerCell; ++part) {
+      const float* at = from + part * n;
+      const Vec<float> numbers = is_whole ? load<float>(at) : load_up_to(at, here - part * n);
+      codes[part] = kRandom ? random_code_of(numbers * inverse, random.uniform(part * n))
+                            : code_of(numbers * inverse);
+    }
+    return (Vec<float>)M::neighbours(codes);
+  };
+  const int64_t cells = ceil_div(depth, M::kPerCell);
+  for (int64_t k = 0; k < depth; k += kSquareDepth) {
+    const int64_t here = std::min(kSquareDepth, depth - k);
+    for (int v = 0; v < to.kVectors; ++v) {
+      const int64_t lines = std::clamp<int64_t>(count - v * n, 0, n);
+      Vec<float> square[n];
+      for (int64_t i = lines; i < n; ++i) square[i] = Vec<float>{};
+      if (here == kSquareDepth && lines == n) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) square[i] = cells_of(v * n + i, k, here, std::true_type());
+      } else if (here == kSquareDepth) {
+        for (int i = 0; i < lines; ++i) square[i] = cells_of(v * n + i, k, here, std::true_type());
+      } else {
+        for (int i = 0; i < lines; ++i) square[i] = cells_of(v * n + i, k, here, std::false_type());
+      }
+      transpose(square);
+      to.template put<n>(k / M::kPerCell, std::min<int64_t>(cells - k / M::kPerCell, n), v, square);
+    }
+  }
+  to.set_starts();
+}
+
+// Lines that lie side by side, kWidth of them for each of `to`: element k of all of them is dense,
+// `step` elements after k - 1. Several at once, because a row of memory that is read whole comes
+// faster, and where `step` is a power of two the rows of 128 bytes push each other out of L1.
+template <class M, int64_t kWidth>
+void pack_lines_across(const float* from, int64_t step, int64_t count, int64_t depth,
+                       Lines<M, kWidth>* to, int64_t groups) {
+  constexpr int n = M::kLanes;
+  const int64_t whole = count / kWidth;  // groups without a tail
+  const auto numbers = [&](int64_t k, int64_t group, int v) __attribute__((always_inline)) {
+    const float* at = from + k * step + group * kWidth + v * n;
+    return group < whole ? load<float>(at) : load_up_to(at, count - group * kWidth - v * n);
+  };
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t g = 0; g < groups; ++g) {
+#pragma GCC unroll 2
+      for (int v = 0; v < to->kVectors; ++v) {
+        auto* largest = reinterpret_cast<float*>(to[g].largest) + v * n;
+        const auto most = (SignedWords)load<float>(largest);
+        store<float>(largest, (Vec<float>)larger_word(most, magnitude_bits(numbers(k, g, v))));
+      }
+    }
+  }
+  for (int64_t g = 0; g < groups; ++g) to[g].set_scales();
+  constexpr int kBits = 32 / M::kPerCell;
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  for (int64_t k = 0; k < depth; k += M::kPerCell) {
+    const int64_t parts = std::min<int64_t>(depth - k, M::kPerCell);
+    for (int64_t g = 0; g < groups; ++g) {
+#pragma GCC unroll 2
+      for (int v = 0; v < to->kVectors; ++v) {
+        const Vec<float> inverse = load<float>(to[g].inverse + v * n);
+        WordBits cell = {};
+#pragma GCC unroll 4
+        for (int part = 0; part < M::kPerCell; ++part) {
+          if (part >= parts) break;
+          const SignedWords code = code_of(numbers(k + part, g, v) * inverse);
+          cell |= ((WordBits)code & kMask) << (part * kBits);
+        }
+        const Vec<float> one[] = {(Vec<float>)cell};
+        to[g].template put<1>(k / M::kPerCell, 1, v, one);
+      }
+    }
+  }
+  for (int64_t g = 0; g < groups; ++g) to[g].set_starts();
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

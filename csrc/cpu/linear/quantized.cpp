@@ -1,0 +1,355 @@
+// A product whose factors are quantised on the fly (SwitchBack: Wortsman et al., "Stable and
+// low-precision training for large-scale vision-language models", 2023):
+//
+//   scalar: output[i][j] = (sum over k of code_left[i][k] * code_right[k][j])
+//                          * (scale_left[i] * scale_right[j]) + bias[j]
+//
+// Two passes. The first reads each factor once, takes a line's largest magnitude while the line is
+// in a near cache, and packs its codes into the workspace, a quarter of the factor's bytes, as the
+// tiles read them. The second computes pieces of the output, in tiles as in product.cpp. Sums of
+// codes are exact, so neither pieces, threads nor CPU levels change a bit. Done when tiles run at
+// the speed of the integer multiply-adds, and packing at that of memory.
+//
+// A line with a number that is not finite has no scale. Its sums are of the float32 products with
+// such a factor alone: they are what float32 gives, Inf or NaN.
+#include "cpu/linear/quantized.h"
+
+#include <cmath>
+
+#include "core/visit.h"
+#include "cpu/kernels.h"
+#include "cpu/linear/codes.h"
+#include "cpu/linear/finish.h"
+#include "cpu/pieces.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+namespace {
+
+// Cells of k between which the sums of a tile go to memory and come back: a strip of them stays in
+// L1 for all panels.
+constexpr int64_t kCells = 192;
+// The largest piece of the output. Its panels stay in L2 for all of its strips.
+constexpr int64_t kPieceStrips = 16;
+constexpr int64_t kPiecePanels = 8;
+// Panels that are packed together.
+constexpr int64_t kMostGroup = 8;
+
+struct Layout {
+  bool bytes;  // whether ByteCodes
+  Sums sums;
+  bool finish;
+  int64_t strips;  // of the left factor
+  int64_t panels;  // of the right one
+  int64_t cells;   // of k
+  int64_t piece_panels;
+  int64_t group;  // of panels that are packed together
+  // In the workspace.
+  int64_t left_scales;
+  int64_t right_cells;
+  int64_t right_scales;
+  int64_t starts;
+  Slots slots;
+};
+
+template <class M>
+constexpr int64_t kCellBytes = sizeof(typename M::Element) * M::kPerCell;
+
+template <class M>
+class Quantized {
+ public:
+  Quantized(const LinearProduct& args, const Layout& layout, void* workspace)
+      : args_(args),
+        layout_(layout),
+        base_(static_cast<char*>(workspace)),
+        left_(reinterpret_cast<uint32_t*>(base_)),
+        left_scales_(reinterpret_cast<float*>(base_ + layout.left_scales)),
+        right_(reinterpret_cast<uint32_t*>(base_ + layout.right_cells)),
+        right_scales_(reinterpret_cast<float*>(base_ + layout.right_scales)),
+        starts_(reinterpret_cast<int32_t*>(base_ + layout.starts)) {}
+
+  void pack(int64_t number) const {
+    const int64_t groups = ceil_div(layout_.panels, layout_.group);
+    if (number < groups) {
+      const int64_t panel = number * layout_.group;
+      pack_panels(panel, std::min(layout_.group, layout_.panels - panel));
+    } else {
+      pack_strip(number - groups);
+    }
+  }
+
+  void piece(int64_t number, int64_t slot) const {
+    const int64_t down = ceil_div(layout_.strips, kPieceStrips);
+    const int64_t strip = number % down * kPieceStrips;
+    const int64_t strips = std::min(kPieceStrips, layout_.strips - strip);
+    const int64_t panel = number / down * layout_.piece_panels;
+    const int64_t panels = std::min(layout_.piece_panels, layout_.panels - panel);
+    const int64_t col = panel * kPanel<M>;
+    const int64_t cols = std::min(panels * kPanel<M>, args_.cols - col);
+    const bool in_scratch = layout_.sums == Sums::kScratch;
+    Arena own(layout_.slots.of(base_, slot));
+    float* bias = args_.bias ? own.take<float>(panels * kPanel<M>) : nullptr;
+    if (bias) widen_line(args_.bias, args_.bias_dtype, col, cols, bias);
+    float* sums = in_scratch ? own.take<float>(strips * kStripRows * cols)
+                             : sums_at<float>(args_, layout_.sums, row_of(strip), col);
+    const int64_t sums_row = in_scratch ? cols : args_.cols;
+    for (int64_t cell = 0; cell < layout_.cells; cell += kCells) {
+      const int64_t cells = std::min(kCells, layout_.cells - cell);
+      const bool is_last = cell + cells == layout_.cells;
+      for (int64_t s = 0; s < strips; ++s) {
+        const int64_t row = row_of(strip + s), height = row_of(strip + s + 1) - row;
+        float* line = sums + (row - row_of(strip)) * sums_row;
+        for (int64_t p = 0; p < panels; ++p) {
+          const int64_t at = (panel + p) * kPanel<M>;
+          const Tile tile{.left = left_cells(strip + s, cell),
+                          .right = right_cells(panel + p, cell),
+                          .cells = cells,
+                          .start = cell == 0 ? starts_ + at : nullptr,
+                          .left_scales = is_last ? left_scales_ + (strip + s) * kStrip<M> : nullptr,
+                          .right_scales = right_scales_ + at,
+                          .bias = bias ? bias + p * kPanel<M> : nullptr,
+                          .sums = line + p * kPanel<M>,
+                          .sums_row = sums_row,
+                          .columns = std::min(kPanel<M>, args_.cols - at)};
+          multiply_rows<kStripRows>(height, tile);
+        }
+        if (!is_last) continue;
+        put_not_finite(strip + s, height, panel, cols, line, sums_row);
+        if (layout_.finish) {
+          finish_rows(args_, layout_.sums, line, sums_row, row, height, col, cols);
+        }
+      }
+    }
+  }
+
+ private:
+  // A strip by a panel, over some cells of k.
+  struct Tile {
+    const typename M::Element* left;
+    const typename M::Element* right;
+    int64_t cells;
+    const int32_t* start;      // of the sums, or null: they go on
+    const float* left_scales;  // or null: the sums are not complete
+    const float* right_scales;
+    const float* bias;
+    float* sums;  // whole numbers until they are complete
+    int64_t sums_row;
+    int64_t columns;
+  };
+
+  template <int kRows>
+  [[gnu::noinline]] static void quantized_kernel(const Tile& tile) {
+    SignedWords sum[kRows][kPanelVectors] = {};
+    add_products<M>(tile.left, M::kPerCell, kStrip<M> * M::kPerCell, tile.right,
+                    kPanel<M> * M::kPerCell, tile.cells, sum);
+    const auto put = [&](int v, auto count) {
+      const int64_t col = v * M::kLanes;
+      float* to = tile.sums + col;
+      const SignedWords start =
+          tile.start ? (SignedWords)load<float>(reinterpret_cast<const float*>(tile.start) + col)
+                     : SignedWords{};
+      const Vec<float> scale = load<float>(tile.right_scales + col);
+      const Vec<float> bias = tile.bias ? load<float>(tile.bias + col) : Vec<float>{};
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        float* at = to + r * tile.sums_row;
+        SignedWords whole = sum[r][v] + start;
+        if (!tile.start) whole += (SignedWords)load<float>(at, count);
+        if (tile.left_scales) {
+          const Vec<float> scales = broadcast<float>(tile.left_scales[r]) * scale;
+          const Vec<float> number = __builtin_convertvector(whole, Vec<float>) * scales;
+          store<float>(at, tile.bias ? number + bias : number, count);
+        } else {
+          store<float>(at, (Vec<float>)whole, count);
+        }
+      }
+    };
+#pragma GCC unroll 2
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const int64_t left = tile.columns - v * M::kLanes;
+      if (left >= M::kLanes) {
+        put(v, WholeVector<float>{});
+      } else if (left > 0) {
+        put(v, Tail{left});
+      }
+    }
+  }
+
+  template <int kRows>
+  ONEPASS_INLINE static void multiply_rows(int64_t rows, const Tile& tile) {
+    if constexpr (kRows > 0) {
+      if (rows == kRows) return quantized_kernel<kRows>(tile);
+      multiply_rows<kRows - 1>(rows, tile);
+    }
+  }
+
+  int64_t row_of(int64_t strip) const { return strip * args_.rows / layout_.strips; }
+
+  const typename M::Element* left_cells(int64_t strip, int64_t cell) const {
+    return reinterpret_cast<const typename M::Element*>(left_) +
+           (strip * layout_.cells + cell) * kStrip<M> * M::kPerCell;
+  }
+
+  const typename M::Element* right_cells(int64_t panel, int64_t cell) const {
+    return reinterpret_cast<const typename M::Element*>(right_) +
+           (panel * layout_.cells + cell) * kPanel<M> * M::kPerCell;
+  }
+
+  void pack_strip(int64_t strip) const {
+    const int64_t row = row_of(strip), rows = row_of(strip + 1) - row;
+    Lines<M, kStrip<M>> lines{.cells = left_ + strip * layout_.cells * kStrip<M>,
+                              .scale = left_scales_ + strip * kStrip<M>,
+                              .start = nullptr};
+    const float* from = left_at(row, 0);
+    if (args_.left_step == 1) {
+      visit_bool(args_.rounding_seed != nullptr, [&]<bool kRandom>() {
+        pack_lines<kRandom>([&](int64_t i) { return from + i * args_.left_row; }, rows, args_.depth,
+                            args_.rounding_seed, row * args_.depth, lines);
+      });
+    } else {
+      pack_lines_across(from, args_.left_step, rows, args_.depth, &lines, 1);
+    }
+  }
+
+  void pack_panels(int64_t panel, int64_t panels) const {
+    Lines<M, kPanel<M>> lines[kMostGroup];
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t col = (panel + p) * kPanel<M>;
+      lines[p].cells = right_ + col * layout_.cells;
+      lines[p].scale = right_scales_ + col;
+      lines[p].start = starts_ + col;
+    }
+    const int64_t col = panel * kPanel<M>;
+    const int64_t cols = std::min(panels * kPanel<M>, args_.cols - col);
+    if (args_.right_step != 1) {
+      return pack_lines_across(right_at(0, col), args_.right_step, cols, args_.depth, lines,
+                               panels);
+    }
+    for (int64_t p = 0; p < panels; ++p) {
+      const float* from = right_at(0, col + p * kPanel<M>);
+      pack_lines<false>([&](int64_t j) { return from + j * args_.right_col; },
+                        std::min(kPanel<M>, cols - p * kPanel<M>), args_.depth, nullptr, 0,
+                        lines[p]);
+    }
+  }
+
+  // Replaces the sums of lines without a scale.
+  void put_not_finite(int64_t strip, int64_t rows, int64_t panel, int64_t cols, float* sums,
+                      int64_t sums_row) const {
+    const float* left = left_scales_ + strip * kStrip<M>;
+    const float* right = right_scales_ + panel * kPanel<M>;
+    const auto is_nan = [](float x) { return std::isnan(x); };
+    const bool some = std::any_of(right, right + cols, is_nan);
+    const int64_t col = panel * kPanel<M>;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (!some && !is_nan(left[i])) continue;
+      for (int64_t j = 0; j < cols; ++j) {
+        if (is_nan(left[i]) || is_nan(right[j])) {
+          sums[i * sums_row + j] = sum_of_not_finite(row_of(strip) + i, col + j);
+        }
+      }
+    }
+  }
+
+  float sum_of_not_finite(int64_t row, int64_t col) const {
+    float sum = 0.0f;
+    for (int64_t k = 0; k < args_.depth && !std::isnan(sum); ++k) {
+      const float left = *left_at(row, k), right = *right_at(k, col);
+      if (!std::isfinite(left) || !std::isfinite(right)) sum += left * right;
+    }
+    return sum;
+  }
+
+  const float* left_at(int64_t row, int64_t k) const {
+    return static_cast<const float*>(args_.left) + row * args_.left_row + k * args_.left_step;
+  }
+
+  const float* right_at(int64_t k, int64_t col) const {
+    return static_cast<const float*>(args_.right) + k * args_.right_step + col * args_.right_col;
+  }
+
+  const LinearProduct& args_;
+  const Layout& layout_;
+  char* base_;
+  uint32_t* left_;
+  float* left_scales_;
+  uint32_t* right_;
+  float* right_scales_;
+  int32_t* starts_;
+};
+
+template <class F>
+decltype(auto) visit_codes(bool bytes, F&& f) {
+  if constexpr (kMayMultiplyBytes) {
+    if (bytes) return f.template operator()<ByteCodes>();
+  }
+  return f.template operator()<HalfCodes>();
+}
+
+Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& layout) {
+  layout.bytes = kMayMultiplyBytes && machine.multiplies_bytes;
+  return visit_codes(layout.bytes, [&]<class M>() -> Plan {
+    layout.sums = place_of_sums(args, sizeof(float));
+    layout.finish = has_finish(args, layout.sums);
+    layout.strips = ceil_div(args.rows, kStripRows);
+    layout.panels = ceil_div(args.cols, kPanel<M>);
+    layout.cells = ceil_div(args.depth, M::kPerCell);
+    const double products = static_cast<double>(args.rows) * static_cast<double>(args.cols) *
+                            static_cast<double>(args.depth);
+    const double packed = static_cast<double>(args.rows + args.cols) *
+                          static_cast<double>(args.depth) * sizeof(float);
+    const double work = products / (2 * kMultiplyAdds) + packed / kBytes;
+    const auto nanoseconds = static_cast<int64_t>(std::min(work, 1e15));
+    const int64_t threads = threads_for(nanoseconds, layout.strips * layout.panels, machine);
+    // At least two pieces for each thread.
+    const int64_t down = ceil_div(layout.strips, kPieceStrips);
+    layout.piece_panels =
+        std::clamp<int64_t>(layout.panels * down / (2 * threads), 1, kPiecePanels);
+    layout.group = std::clamp<int64_t>(layout.panels / (2 * threads), 1, kMostGroup);
+    const int64_t pieces = down * ceil_div(layout.panels, layout.piece_panels);
+    Arena arena(nullptr);
+    arena.take<char>(layout.strips * kStrip<M> * layout.cells * kCellBytes<M>);
+    layout.left_scales = arena.used();
+    arena.take<float>(layout.strips * kStrip<M>);
+    layout.right_cells = arena.used();
+    arena.take<char>(layout.panels * kPanel<M> * layout.cells * kCellBytes<M>);
+    layout.right_scales = arena.used();
+    arena.take<float>(layout.panels * kPanel<M>);
+    layout.starts = arena.used();
+    arena.take<int32_t>(layout.panels * kPanel<M>);
+    layout.slots.begin = arena.used();
+    const int64_t cols = layout.piece_panels * kPanel<M>;
+    if (args.bias) arena.take<float>(cols);
+    if (layout.sums == Sums::kScratch) arena.take<float>(kPieceStrips * kStripRows * cols);
+    layout.slots.bytes = arena.used() - layout.slots.begin;
+    return {.workspace_bytes = layout.slots.end(threads),
+            .kernel_name = "quantized_kernel",
+            .rows_per_tile = kStripRows,
+            .splits = pieces,
+            .reason = layout.bytes ? "int8 dot products, quantised while packing"
+                                   : "int8 as products of 16 bits, for want of an instruction, "
+                                     "quantised while packing",
+            .threads = threads};
+  });
+}
+
+void run_quantized(const LinearProduct& args, const Plan& plan, const Layout& layout,
+                   void* workspace, const Context& context) {
+  visit_codes(layout.bytes, [&]<class M>() {
+    const Quantized<M> quantized(args, layout, workspace);
+    const int64_t groups = ceil_div(layout.panels, layout.group);
+    for_each_piece_in_order(context, plan.threads, groups + layout.strips,
+                            [&](int64_t number, int64_t) { quantized.pack(number); });
+    for_each_piece_in_order(context, plan.threads, plan.splits,
+                            [&](int64_t number, int64_t slot) { quantized.piece(number, slot); });
+  });
+}
+
+}  // namespace
+
+Operator<LinearProduct> quantized_product() {
+  return operator_of<LinearProduct, Layout, plan_quantized, run_quantized>();
+}
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

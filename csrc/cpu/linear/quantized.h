@@ -1,0 +1,22 @@
+// The product with factors of 8 bits, quantized.cpp.
+#pragma once
+
+#include "core/backend.h"
+#include "ops/linear.h"
+
+namespace onepass::cpu {
+inline namespace ONEPASS_ISA {
+
+// The sums of more products of codes could overflow: 127^2 2^17 < 2^31.
+inline constexpr int64_t kMostQuantizedDepth = 1 << 17;
+
+inline bool quantizes(const LinearProduct& args) {
+  return args.quantizes_factors && args.left_dtype == DType::kFloat32 &&
+         args.right_dtype == DType::kFloat32 && args.left_sums == nullptr && !args.accumulate &&
+         args.cols > 0 && args.depth > 0 && args.depth <= kMostQuantizedDepth;
+}
+
+Operator<LinearProduct> quantized_product();
+
+}  // namespace ONEPASS_ISA
+}  // namespace onepass::cpu

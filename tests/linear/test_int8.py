@@ -1,0 +1,372 @@
+"""Products of float32 whose factors are quantised to 8 bits, because the user said so."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+from onepass import _dispatch_log, explain, functional, numerics, reference
+from onepass._policy import precision as policy
+from onepass.reference.products import INT8_FORWARD, INT8_INPUT, INT8_WEIGHT, MOST_DEPTH, ROUNDED
+from tests.linear.test_precision import global_precision, operands, rounded
+
+F32 = torch.float32
+RAW = torch.ops.onepass
+ALL = INT8_FORWARD | INT8_INPUT | INT8_WEIGHT
+# (rows, in_features, out_features): one, odd ends of strips, panels and cells, several blocks of
+# cells, several pieces.
+SIZES = [
+    (1, 1, 1), (2, 33, 17), (5, 3, 70), (13, 130, 65), (64, 96, 32), (200, 257, 40), (30, 1700, 33),
+    (230, 64, 300),
+]  # fmt: skip
+
+
+def quantized(x, dim):
+    """Codes times scales, in float64."""
+    largest = x.abs().amax(dim, keepdim=True)
+    most = torch.full_like(largest, 127)
+    codes = torch.where(largest == 0, 0, (x * (most / largest)).round())
+    return codes.double() * (largest / most).double()
+
+
+def exact(left, right):
+    """The product of quantised factors."""
+    return quantized(left, 1) @ quantized(right, 0)
+
+
+def in_float32(left, right):
+    return quantized(left, 1).float() @ quantized(right, 0).float()
+
+
+def draws_of(size, count=4):
+    for seed in range(count):
+        x, w, b = operands(*size, seed)
+        yield x, w, b, torch.randn(size[0], size[2], generator=torch.Generator().manual_seed(seed))
+
+
+def assert_right(ours, ref, base):
+    verdict = numerics.compare(list(ours), list(ref), list(base))
+    assert verdict.ok, verdict.text
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_are_those_of_quantised_factors(size):
+    """By the numerics rule: exact products of codes and scales."""
+    ours, ref, base = [], [], []
+    for x, w, b, _ in draws_of(size):
+        ours.append(functional.linear(x, w, b, precision="int8"))
+        ref.append(exact(x, w.t()) + b)
+        base.append(in_float32(x, w.t()) + b)
+    assert_right(ours, ref, base)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("precision", ["int8", "int8:output+dinput+dweight", "int8:dweight"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gradients_are_those_of_quantised_factors(size, precision):
+    """The gradient of the bias is a sum of numbers that are not quantised; that of the weight takes
+    factors rounded to bfloat16, where there are dot products, if it is not quantised."""
+    found = [[] for _ in range(3)]
+    rounds = rounded if policy.HAS_PAIR_PRODUCTS else lambda x: x
+    for x, w, b, dy in draws_of(size):
+        given = [t.requires_grad_() for t in (x, w, b)]
+        y = functional.linear(*given, precision=precision)
+        found[0].append(torch.autograd.grad(y, given, dy))
+        x, w = x.detach(), w.detach()
+        for way, product in ((1, exact), (2, in_float32)):
+            dtype = torch.float64 if way == 1 else F32
+            dx, dw = (rounds(a).to(dtype) @ rounds(b).to(dtype) for a, b in ((dy, w), (dy.t(), x)))
+            dx = product(dy, w) if precision != "int8:dweight" else dx
+            dw = product(dy.t(), x) if "dweight" in precision else dw
+            found[way].append((dx, dw, dy.to(dtype).sum(0)))
+    for ours, ref, base in zip(*(zip(*way, strict=True) for way in found), strict=True):
+        assert_right(ours, ref, base)
+
+
+def test_the_distance_from_float32_is_that_of_8_bits():
+    """A code is off by half of largest / 127 at most."""
+    x, w, _ = operands(200, 512, 96)
+    error = (functional.linear(x, w, precision="int8").double() - x.double() @ w.double().t()).abs()
+    sizes = x.abs().amax(1)[:, None].double() * w.abs().amax(1).double() * 512
+    assert 1e-5 < (error / sizes).max() < 1 / 127
+
+
+@pytest.mark.isa
+def test_a_row_has_the_same_bits_with_any_other_rows_and_threads():
+    x, w, b = operands(200, 1030, 165)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = functional.linear(x, w, b, precision="int8")
+        for rows in (1, 2, 7, 16, 17, 64):
+            assert torch.equal(functional.linear(x[:rows], w, b, precision="int8"), whole[:rows])
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(functional.linear(x, w, b, precision="int8"), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def products(seed):
+    x, w, b = operands(37, 1030, 65)
+    dy = torch.randn(37, 65, generator=torch.Generator().manual_seed(5))
+    y = RAW.linear_forward(x, w, b, None, ALL)
+    return (x, w, dy), (y, *RAW.linear_backward(dy, x, w, F32, F32, F32, ALL, seed))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("seed", [None, torch.tensor([-7, 3])], ids=["nearest", "stochastic"])
+def test_memory_orders_give_the_same_bits(seed):
+    given, (y, dx, dw, db) = products(seed)
+    x, w, dy = (t.t().contiguous().t() for t in given)
+    assert torch.equal(RAW.linear_forward(x, w, operands(37, 1030, 65)[2], None, ALL), y)
+    found = RAW.linear_backward(dy, x, w, F32, F32, F32, ALL, seed)
+    assert torch.equal(found[0], dx) and torch.equal(found[1], dw)
+    assert found[1].stride() == w.stride()
+
+
+SCRIPT = """
+import hashlib, torch
+from tests.linear.test_int8 import products
+_, found = products(torch.tensor([-7, 3]))
+print(hashlib.sha256(b"".join(t.numpy().tobytes() for t in found[:3])).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
+def test_levels_and_instructions_give_the_same_bits(level):
+    """With and without VNNI."""
+    if level not in onepass._C.cpu_levels():
+        pytest.skip(f"this machine has no {level}")
+    digests = []
+    for environment in ({"ONEPASS_CPU_ISA": level}, {"ONEPASS_CPU_VNNI": "0"}, {}):
+        out = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.append(out.stdout)
+    assert len({*digests}) == 1, digests
+
+
+@pytest.mark.isa
+def test_stochastic_rounding_is_the_definitions():
+    seed = torch.tensor([2**40 + 5, -9])
+    (x, w, dy), found = products(seed)
+    ref = reference.linear.linear_backward(
+        *(t.double() for t in (dy, x, w)), factors=ALL, rounding_seed=seed
+    )
+    for ours, right in zip(found[1:], ref, strict=True):
+        assert (ours - right).abs().max() <= 2e-6 * right.abs().max()
+
+
+def test_stochastic_rounding_is_unbiased_and_repeats():
+    x, w, _ = (t.requires_grad_() for t in operands(40, 64, 48))
+    dy = torch.randn(40, 48, generator=torch.Generator().manual_seed(1))
+    precision = "int8:dinput+stochastic"
+
+    def gradient():
+        return torch.autograd.grad(functional.linear(x, w, precision=precision), x, dy)[0]
+
+    torch.manual_seed(3)
+    draws = [gradient() for _ in range(400)]
+    torch.manual_seed(3)
+    assert torch.equal(gradient(), draws[0]) and not torch.equal(draws[0], draws[1])
+    mean = torch.stack(draws).double().mean(0)
+    right = dy.double() @ quantized(w.detach(), 0)
+    nearest = exact(dy, w.detach())
+    assert (mean - right).norm() < 0.3 * (nearest - right).norm()
+
+
+@pytest.mark.isa
+def test_lines_of_zeros_and_of_tiny_and_large_numbers():
+    x, w, b = operands(6, 100, 20)
+    x[0], x[1], x[2], w[3] = 0.0, x[1] * 1e-38, x[2] * 1e30, 0.0
+    y = functional.linear(x, w, b, precision="int8")
+    assert torch.equal(y[0], b) and torch.equal(y[1], b) and torch.equal(y[:, 3], b[3].expand(6))
+    right = exact(x[2:3], w.t()) + b
+    assert (y[2:3] - right).abs().max() <= 1e-6 * right.abs().max()
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_lines_that_are_not_finite_give_what_float32_gives(value):
+    x, w, b = operands(40, 64, 48)
+    clean = functional.linear(x, w, b, precision="int8")
+    x[2, 7], x[31, 0], w[9, 5] = value, value, value
+    x[31, 3] = -value
+    found, right = (functional.linear(x, w, b, precision=p) for p in ("int8", "highest"))
+    bad = [2, 31]
+    torch.testing.assert_close(found[bad], right[bad], equal_nan=True)
+    torch.testing.assert_close(found[:, 9], right[:, 9], equal_nan=True)
+    rows = [row for row in range(40) if row not in bad]
+    columns = [column for column in range(48) if column != 9]
+    assert torch.equal(found[rows][:, columns], clean[rows][:, columns])
+
+
+def test_epilogues_come_after_it():
+    x, w, b = operands(40, 64, 48)
+    residual = torch.randn(40, 48)
+    sums = functional.linear(x, w, b, precision="int8")
+    found = functional.linear(x, w, b, activation="gelu", residual=residual, precision="int8")
+    expected = residual + torch.nn.functional.gelu(sums)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    torch.manual_seed(0)
+    found = functional.linear(x, w, b, dropout_p=0.4, residual=residual, precision="int8")
+    torch.manual_seed(0)
+    assert torch.equal(found, residual + functional.dropout(sums, 0.4))
+    narrow = functional.linear(x, w, b, residual=residual.bfloat16(), precision="int8")
+    assert narrow.dtype is torch.bfloat16
+    torch.testing.assert_close(narrow, (residual.bfloat16() + sums).bfloat16())
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("precision", ["int8", "int8:output+dinput+dweight+stochastic"])
+def test_transforms_and_compilers(activation, precision):
+    """Compilers, checkpointing, and torch's setting changed before the backward, bit for bit;
+    and export."""
+    given = [t.requires_grad_() for t in operands(40, 64, 48)]
+    torch._dynamo.reset()
+
+    def call(x, w, b):
+        return functional.linear(x, w, b, activation=activation, precision=precision)
+
+    def gradients(function):
+        torch.manual_seed(0)
+        return torch.autograd.grad(function(*given).square().sum(), given)
+
+    eager = gradients(call)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    if "stochastic" not in precision:  # a compiler draws seeds in its own order
+        assert all(map(torch.equal, gradients(compiled), eager))
+    recomputed = gradients(lambda *t: checkpoint(call, *t, use_reentrant=False))
+    assert all(map(torch.equal, recomputed, eager))
+    torch.manual_seed(0)
+    y = call(*given)
+    with global_precision("medium"):
+        assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), given), eager))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x, w, b):
+            return call(x, w, b)
+
+    program = torch.export.export(Layer(), tuple(t.detach() for t in given))
+    torch.testing.assert_close(program.module()(*given), call(*given))
+
+
+def test_vmap_is_a_call_for_each_sample():
+    x, w, _ = operands(40, 64, 48)
+    samples = x.unflatten(0, (5, 8))
+    found = torch.vmap(lambda x: functional.linear(x, w, precision="int8"))(samples)
+    assert torch.equal(found.flatten(0, 1), functional.linear(x, w, precision="int8"))
+
+
+def test_second_derivatives_are_those_of_quantised_factors():
+    """The derivative of a rounding is taken to be 1."""
+    x, w, _ = (t.requires_grad_() for t in operands(40, 64, 48))
+    dy = torch.randn(40, 48, generator=torch.Generator().manual_seed(9)).requires_grad_()
+    y = functional.linear(x, w, precision="int8:output+dinput+dweight")
+    first = torch.autograd.grad(y, (x, w), dy, create_graph=True)
+    ours = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w, dy))
+    x, w, dy = (t.detach().double().requires_grad_() for t in (x, w, dy))
+    first = reference.linear.linear_backward(dy, x, w, factors=ALL)[:2]
+    right = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w, dy))
+    for mine, of_right in zip(ours, right, strict=True):
+        assert (mine - of_right).abs().max() <= 1e-5 * of_right.abs().max()
+
+
+def test_forward_mode_and_the_definitions_gradients():
+    x, w, _ = operands(40, 64, 48)
+    dx = torch.randn_like(x)
+    _, tangent = torch.func.jvp(lambda x: functional.linear(x, w, precision="int8"), (x,), (dx,))
+    torch.testing.assert_close(tangent, dx @ w.t())
+    given = [t.double().requires_grad_() for t in (x, w)]
+    y = reference.linear.linear(*given, factors=ALL)
+    dy = torch.ones_like(y)
+    found = torch.autograd.grad(y, given, dy)
+    right = reference.linear.linear_backward(dy, *given, factors=ALL)
+    assert all(map(torch.equal, found, right))
+
+
+def test_16_bits_and_autocast_decide_before_it():
+    x, w, b = operands(40, 64, 48)
+    narrow = [t.bfloat16() for t in (x, w, b)]
+    expected = functional.linear(*narrow)
+    assert torch.equal(functional.linear(*narrow, precision="int8"), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(functional.linear(x, w, b, precision="int8"), expected)
+    wide = [t.double() for t in (x, w, b)]
+    assert torch.equal(functional.linear(*wide, precision="int8"), functional.linear(*wide))
+    mixed = x, narrow[1], b
+    assert torch.equal(functional.linear(*mixed, precision="int8"), functional.linear(*mixed))
+
+
+def test_empty_tensors():
+    for rows, columns, outputs in ((0, 4, 3), (5, 0, 3), (5, 4, 0)):
+        x, w, b = (t.requires_grad_() for t in operands(rows, columns, outputs))
+        y = functional.linear(x, w, b, precision="int8:output+dinput+dweight")
+        assert torch.equal(y, b.expand(rows, outputs))
+        found = torch.autograd.grad(y.sum(), (x, w, b))
+        assert all(not g.count_nonzero() for g in found[:2])
+
+
+def test_sums_that_could_overflow_stay_float32():
+    x, w = torch.ones(2, MOST_DEPTH + 1), torch.ones(3, MOST_DEPTH + 1)
+    y = functional.linear(x, w, precision="int8")
+    assert torch.equal(y, functional.linear(x, w, precision="highest"))
+    y = functional.linear(-x[:, 1:], w[:, 1:], precision="int8")
+    assert torch.equal(y, torch.full((2, 3), -float(MOST_DEPTH)))
+
+
+def test_scratch_is_a_byte_for_each_number():
+    """And rows are padded from 12 to 16 in it."""
+    torch.set_num_threads(1)
+    x, w = torch.ones(4800, 512), torch.ones(320, 512)
+    with _dispatch_log.record() as calls:
+        RAW.linear_forward(x, w, None, None, INT8_FORWARD)
+    (call,) = calls
+    codes = 512 * (4800 * 16 / 12 + 320) * (1 if policy.HAS_BYTE_PRODUCTS else 2)
+    assert codes <= call["workspace_bytes"] < 1.1 * codes + (1 << 20)
+
+
+def test_explain_names_the_codes():
+    x, w, b = operands(40, 64, 48)
+    (call,) = explain(lambda: functional.linear(x, w, b, precision="int8")).calls
+    assert "quantised while packing" in call["reason"]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["int4", "int8:", "int8:x", "int8:output+output", "int8:stochastic+dweight", 8, "INT8"],
+)
+def test_other_precisions_are_refused(precision):
+    x, w, b = operands(4, 8, 8)
+    with pytest.raises(ValueError, match="^linear: precision must be None, 'highest', 'high', 'm"):
+        functional.linear(x, w, b, precision=precision)
+
+
+def test_parts_are_named():
+    rounding = ROUNDED * policy.HAS_PAIR_PRODUCTS
+    assert policy.factors_of("int8") == (INT8_FORWARD | INT8_INPUT | rounding, False)
+    assert policy.factors_of("int8:dinput") == (INT8_INPUT | rounding, False)
+    assert policy.factors_of("int8:stochastic") == policy.factors_of("int8")[:1] + (True,)
+    assert policy.factors_of("highest") == (0, False)
+
+
+@pytest.mark.parametrize("op", ["linear_forward", "linear_backward"])
+def test_factors_and_seeds_are_checked(op):
+    x, w, _ = operands(4, 8, 8)
+    of = {"linear_forward": (x, w, None, None), "linear_backward": (x, None, w, F32, None, None)}
+    name = "linear" if op == "linear_forward" else op
+    call = getattr(RAW, op)
+    with pytest.raises(RuntimeError, match=f"^{name}: factors must be .*, got 16"):
+        call(*of[op], 16)
+    with pytest.raises(RuntimeError, match=f"^{name}: rounding_seed must be a dense int64 tensor"):
+        call(*of[op], 4, torch.zeros(3, dtype=torch.int64))
