@@ -238,17 +238,20 @@ void pack_lines(Line&& line, int64_t count, int64_t depth, const int64_t* seed,
   to.set_starts();
 }
 
-// Lines that lie side by side, kWidth of them for each of `to`: element k of all of them is dense,
+// Lines that lie side by side, `apart` of them for each of `to`: element k of all of them is dense,
 // `step` elements after k - 1. Several at once, because a row of memory that is read whole comes
 // faster, and where `step` is a power of two the rows of 128 bytes push each other out of L1.
 template <class M, int64_t kWidth>
-void pack_lines_across(const float* from, int64_t step, int64_t count, int64_t depth,
+void pack_lines_across(const float* from, int64_t step, int64_t count, int64_t apart, int64_t depth,
                        Lines<M, kWidth>* to, int64_t groups) {
   constexpr int n = M::kLanes;
-  const int64_t whole = count / kWidth;  // groups without a tail
+  constexpr int64_t kAhead = 8;  // rows: each may be in another page
+  // Groups without a tail; vectors may reach into the next one's lines.
+  const int64_t whole = count < kWidth ? 0 : (count - kWidth) / apart + 1;
   const auto numbers = [&](int64_t k, int64_t group, int v) __attribute__((always_inline)) {
-    const float* at = from + k * step + group * kWidth + v * n;
-    return group < whole ? load<float>(at) : load_up_to(at, count - group * kWidth - v * n);
+    const float* at = from + k * step + group * apart + v * n;
+    __builtin_prefetch(at + kAhead * step);
+    return group < whole ? load<float>(at) : load_up_to(at, count - group * apart - v * n);
   };
   for (int64_t k = 0; k < depth; ++k) {
     for (int64_t g = 0; g < groups; ++g) {

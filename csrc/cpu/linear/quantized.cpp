@@ -32,7 +32,7 @@ constexpr int64_t kCells = 192;
 // The largest piece of the output. Its panels stay in L2 for all of its strips.
 constexpr int64_t kPieceStrips = 16;
 constexpr int64_t kPiecePanels = 8;
-// Panels that are packed together.
+// Panels, or strips, that are packed together.
 constexpr int64_t kMostGroup = 8;
 
 struct Layout {
@@ -43,7 +43,8 @@ struct Layout {
   int64_t panels;  // of the right one
   int64_t cells;   // of k
   int64_t piece_panels;
-  int64_t group;  // of panels that are packed together
+  int64_t panel_group;  // panels that are packed together
+  int64_t strip_group;  // strips likewise
   // In the workspace.
   int64_t left_scales;
   int64_t right_cells;
@@ -69,12 +70,13 @@ class Quantized {
         starts_(reinterpret_cast<int32_t*>(base_ + layout.starts)) {}
 
   void pack(int64_t number) const {
-    const int64_t groups = ceil_div(layout_.panels, layout_.group);
-    if (number < groups) {
-      const int64_t panel = number * layout_.group;
-      pack_panels(panel, std::min(layout_.group, layout_.panels - panel));
+    const int64_t of_panels = ceil_div(layout_.panels, layout_.panel_group);
+    if (number < of_panels) {
+      const int64_t panel = number * layout_.panel_group;
+      pack_panels(panel, std::min(layout_.panel_group, layout_.panels - panel));
     } else {
-      pack_strip(number - groups);
+      const int64_t strip = (number - of_panels) * layout_.strip_group;
+      pack_strips(strip, std::min(layout_.strip_group, layout_.strips - strip));
     }
   }
 
@@ -183,7 +185,7 @@ class Quantized {
     }
   }
 
-  int64_t row_of(int64_t strip) const { return strip * args_.rows / layout_.strips; }
+  int64_t row_of(int64_t strip) const { return std::min(strip * kStripRows, args_.rows); }
 
   const typename M::Element* left_cells(int64_t strip, int64_t cell) const {
     return reinterpret_cast<const typename M::Element*>(left_) +
@@ -195,20 +197,26 @@ class Quantized {
            (panel * layout_.cells + cell) * kPanel<M> * M::kPerCell;
   }
 
-  void pack_strip(int64_t strip) const {
-    const int64_t row = row_of(strip), rows = row_of(strip + 1) - row;
-    Lines<M, kStrip<M>> lines{.cells = left_ + strip * layout_.cells * kStrip<M>,
-                              .scale = left_scales_ + strip * kStrip<M>,
-                              .start = nullptr};
-    const float* from = left_at(row, 0);
-    if (args_.left_step == 1) {
-      visit_bool(args_.rounding_seed != nullptr, [&]<bool kRandom>() {
-        pack_lines<kRandom>([&](int64_t i) { return from + i * args_.left_row; }, rows, args_.depth,
-                            args_.rounding_seed, row * args_.depth, lines);
-      });
-    } else {
-      pack_lines_across(from, args_.left_step, rows, args_.depth, &lines, 1);
+  void pack_strips(int64_t strip, int64_t strips) const {
+    Lines<M, kStrip<M>> lines[kMostGroup];
+    for (int64_t s = 0; s < strips; ++s) {
+      lines[s].cells = left_ + (strip + s) * layout_.cells * kStrip<M>;
+      lines[s].scale = left_scales_ + (strip + s) * kStrip<M>;
     }
+    const int64_t row = row_of(strip), rows = row_of(strip + strips) - row;
+    if (args_.left_step != 1) {
+      return pack_lines_across(left_at(row, 0), args_.left_step, rows, kStripRows, args_.depth,
+                               lines, strips);
+    }
+    visit_bool(args_.rounding_seed != nullptr, [&]<bool kRandom>() {
+      for (int64_t s = 0; s < strips; ++s) {
+        const int64_t first = row + s * kStripRows;
+        const float* from = left_at(first, 0);
+        pack_lines<kRandom>([&](int64_t i) { return from + i * args_.left_row; },
+                            std::min<int64_t>(kStripRows, row + rows - first), args_.depth,
+                            args_.rounding_seed, first * args_.depth, lines[s]);
+      }
+    });
   }
 
   void pack_panels(int64_t panel, int64_t panels) const {
@@ -222,8 +230,8 @@ class Quantized {
     const int64_t col = panel * kPanel<M>;
     const int64_t cols = std::min(panels * kPanel<M>, args_.cols - col);
     if (args_.right_step != 1) {
-      return pack_lines_across(right_at(0, col), args_.right_step, cols, args_.depth, lines,
-                               panels);
+      return pack_lines_across(right_at(0, col), args_.right_step, cols, kPanel<M>, args_.depth,
+                               lines, panels);
     }
     for (int64_t p = 0; p < panels; ++p) {
       const float* from = right_at(0, col + p * kPanel<M>);
@@ -305,7 +313,8 @@ Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& l
     const int64_t down = ceil_div(layout.strips, kPieceStrips);
     layout.piece_panels =
         std::clamp<int64_t>(layout.panels * down / (2 * threads), 1, kPiecePanels);
-    layout.group = std::clamp<int64_t>(layout.panels / (2 * threads), 1, kMostGroup);
+    layout.panel_group = std::clamp<int64_t>(layout.panels / (2 * threads), 1, kMostGroup);
+    layout.strip_group = std::clamp<int64_t>(layout.strips / (2 * threads), 1, kMostGroup);
     const int64_t pieces = down * ceil_div(layout.panels, layout.piece_panels);
     Arena arena(nullptr);
     arena.take<char>(layout.strips * kStrip<M> * layout.cells * kCellBytes<M>);
@@ -337,8 +346,9 @@ void run_quantized(const LinearProduct& args, const Plan& plan, const Layout& la
                    void* workspace, const Context& context) {
   visit_codes(layout.bytes, [&]<class M>() {
     const Quantized<M> quantized(args, layout, workspace);
-    const int64_t groups = ceil_div(layout.panels, layout.group);
-    for_each_piece_in_order(context, plan.threads, groups + layout.strips,
+    const int64_t packs =
+        ceil_div(layout.panels, layout.panel_group) + ceil_div(layout.strips, layout.strip_group);
+    for_each_piece_in_order(context, plan.threads, packs,
                             [&](int64_t number, int64_t) { quantized.pack(number); });
     for_each_piece_in_order(context, plan.threads, plan.splits,
                             [&](int64_t number, int64_t slot) { quantized.piece(number, slot); });
