@@ -22,7 +22,7 @@ namespace {
   FIELD(Tensor, weight, "")                \
   FIELD(OptionalTensor, bias, "")          \
   FIELD(OptionalScalarType, out_dtype, "") \
-  FIELD(StaticInt, factors, "=0")          \
+  FIELD(StaticInt, factor_mask, "=0")      \
   FIELD(OptionalTensor, rounding_seed, "=None")
 
 // The arguments of linear_epilogue_forward besides its input: those of linear_forward, and the
@@ -35,7 +35,7 @@ namespace {
   FIELD(double, dropout_p, "")                           \
   FIELD(StaticInt, activation_kind, "") /* Activation */ \
   FIELD(bool, save_preactivation, "")                    \
-  FIELD(StaticInt, factors, "=0")                        \
+  FIELD(StaticInt, factor_mask, "=0")                    \
   FIELD(OptionalTensor, rounding_seed, "=None")
 
 // The arguments of linear_epilogue_backward besides doutput.
@@ -54,7 +54,7 @@ namespace {
   FIELD(OptionalScalarType, input_dtype, "")   \
   FIELD(OptionalScalarType, weight_dtype, "")  \
   FIELD(OptionalScalarType, bias_dtype, "")    \
-  FIELD(StaticInt, factors, "=0")              \
+  FIELD(StaticInt, factor_mask, "=0")          \
   FIELD(OptionalTensor, rounding_seed, "=None")
 
 ONEPASS_DEFINE_OPTIONS(LinearOptions, ONEPASS_LINEAR_OPTIONS);
@@ -82,14 +82,14 @@ Matrix left_of(const Tensor& tensor, int64_t rows) {
 }
 
 // Sets how factors are taken, by the bit of quantised ones for this product.
-void set_factors(LinearProduct& args, int64_t factors, int64_t quantized) {
-  args.rounds_factors = (factors & kRoundedFactors) != 0;
-  args.quantizes_factors = (factors & quantized) != 0;
+void set_factors(LinearProduct& args, int64_t mask, int64_t quantized) {
+  args.rounds_factors = (mask & kRoundedFactors) != 0;
+  args.quantizes_factors = (mask & quantized) != 0;
 }
 
-void check_factors(const char* op, const CheckedAgainst& checked, int64_t factors,
+void check_factors(const char* op, const CheckedAgainst& checked, int64_t mask,
                    const OptionalTensor& rounding_seed) {
-  require_choice(op, "factors", factors, 0, kMostFactors);
+  require_choice(op, "factor_mask", mask, 0, kMostFactors);
   if (rounding_seed) checked.seed("rounding_seed", *rounding_seed);
 }
 
@@ -113,7 +113,7 @@ struct CheckedForward {
 };
 
 CheckedForward check_forward(const LinearOptions& options, const Tensor& input) {
-  const auto& [weight, bias, out_dtype, factors, rounding_seed] = options;
+  const auto& [weight, bias, out_dtype, factor_mask, rounding_seed] = options;
   CheckedForward call{.input = input_of(kOp, "input", input)};
   const TensorInfo& shape = call.input;
   const CheckedAgainst checked(kOp, "input", shape);
@@ -130,7 +130,7 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   checked.dtype("weight", matrix.scalar_type);
   call.bias_dtype = checked.tensor("bias", bias, Shape(&call.out_features, 1));
   call.output_dtype = checked.dtype("out_dtype", out_dtype, call.input_dtype);
-  check_factors(kOp, checked, factors, rounding_seed);
+  check_factors(kOp, checked, factor_mask, rounding_seed);
   call.rows = rows_of(kOp, "input", shape, shape.dims - 1);
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
   call.sizes.back() = call.out_features;
@@ -154,7 +154,7 @@ Tensor linear_forward(const LinearOptions& options, const Tensor& input) {
   const Matrix left = left_of(input, call.rows), right(options.weight);
   Copies copies;
   LinearProduct args = product_of(call, left, right, options.bias, output, copies);
-  set_factors(args, options.factors, kQuantizedForward);
+  set_factors(args, options.factor_mask, kQuantizedForward);
   run_product(args, call.input.device);
   return output;
 }
@@ -166,7 +166,7 @@ Activation require_activation(const char* op, int64_t activation) {
 
 CheckedForward check_epilogue(const EpilogueOptions& options, const Tensor& input) {
   CheckedForward call = check_forward(
-      {options.weight, options.bias, {}, options.factors, options.rounding_seed}, input);
+      {options.weight, options.bias, {}, options.factor_mask, options.rounding_seed}, input);
   const CheckedAgainst checked(kOp, "input", call.input);
   call.output_dtype = checked.tensor("residual", options.residual, call.sizes, call.output_dtype);
   checked.dropout("dropout_p", options.dropout_p, options.seed);
@@ -191,7 +191,7 @@ std::tuple<Tensor, Tensor> linear_epilogue_forward(const EpilogueOptions& option
   epilogue.preactivation_dtype = call.input_dtype;
   LinearProduct args = product_of(call, left, right, options.bias, output, copies);
   args.epilogue = epilogue;
-  set_factors(args, options.factors, kQuantizedForward);
+  set_factors(args, options.factor_mask, kQuantizedForward);
   run_product(args, device);
   return {std::move(output), std::move(preactivation)};
 }
@@ -243,7 +243,7 @@ struct CheckedBackward {
 };
 
 CheckedBackward check_backward(const LinearBackwardOptions& options, const Tensor& doutput) {
-  const auto& [input, weight, input_dtype, weight_dtype, bias_dtype, factors, rounding_seed] =
+  const auto& [input, weight, input_dtype, weight_dtype, bias_dtype, factor_mask, rounding_seed] =
       options;
   CheckedBackward call{.doutput = input_of(kBackward, "doutput", doutput)};
   const TensorInfo& shape = call.doutput;
@@ -271,7 +271,7 @@ CheckedBackward check_backward(const LinearBackwardOptions& options, const Tenso
     sizes.back() = call.in_features;
     checked.tensor("input", rows, sizes);
   }
-  check_factors(kBackward, checked, factors, rounding_seed);
+  check_factors(kBackward, checked, factor_mask, rounding_seed);
   const DType dtype = call.doutput_dtype;
   call.gradient_dtypes[0] = checked.dtype("input_dtype", input_dtype, dtype);
   call.gradient_dtypes[1] = checked.dtype("weight_dtype", weight_dtype, dtype);
@@ -296,7 +296,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   Tensor dweight = is_transposed ? empty_strided(matrix, transposed, weight_type, device)
                                  : empty_if(wants_weight, matrix, weight_type, device);
   Tensor dbias = empty_1d(wants_bias ? call.out_features : 0, bias_type, device);
-  const bool is_random = options.rounding_seed && (options.factors & kQuantizedInput) != 0;
+  const bool is_random = options.rounding_seed && (options.factor_mask & kQuantizedInput) != 0;
   const Matrix left =
       is_random ? Matrix(doutput, /*dense_rows=*/true) : left_of(doutput, call.rows);
   if (wants_input) {
@@ -304,7 +304,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
     LinearProduct args = product_of(LinearKind::kInput, left.factor(), right.factor(),
                                     {call.rows, call.in_features, call.out_features},
                                     dinput.mutable_data_ptr(), input_type, bias_type);
-    set_factors(args, options.factors, kQuantizedInput);
+    set_factors(args, options.factor_mask, kQuantizedInput);
     args.rounding_seed = seed_of(options.rounding_seed);
     run_product(args, device);
   }
@@ -317,7 +317,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
                    {call.out_features, wants_weight ? call.in_features : 0, call.rows},
                    dweight.mutable_data_ptr(), weight_type, bias_type);
     if (wants_bias) args.left_sums = dbias.mutable_data_ptr();
-    set_factors(args, options.factors, kQuantizedWeight);
+    set_factors(args, options.factor_mask, kQuantizedWeight);
     if (is_transposed || args.quantizes_factors) {
       LinearProduct product = args;
       if (is_transposed) {

@@ -13,8 +13,8 @@ namespace onepass {
 // dweight = doutput^T input.
 enum class LinearKind { kForward, kInput, kWeight };
 
-// How float32 factors of a layer's products are taken: a sum of these. In Python,
-// onepass._ops.linear.Factors.
+// How float32 factors of a layer's products are taken: bits of a mask. In Python they are those of
+// onepass/reference/products.py.
 inline constexpr int64_t kRoundedFactors = 1;    // of all products that no other bit names
 inline constexpr int64_t kQuantizedForward = 2;  // of output = input weight^T
 inline constexpr int64_t kQuantizedInput = 4;    // of dinput

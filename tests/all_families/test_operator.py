@@ -48,10 +48,10 @@ def test_a_function_saves_what_its_backward_reads():
     """Always, or where the declaration says so."""
     assert "weight_offset, dropout_p, out_dtype, residual_dtype, True)" in norm._norm.source
     source = linear._epilogue.source
-    assert "activation_kind, factors, save_preactivation or (activation_kind" in source
+    assert "activation_kind, factor_mask, save_preactivation or (activation_kind" in source
     assert (
         "return forward_op(input, weight, bias, residual, seed, dropout_p, activation_kind, "
-        "save_preactivation, factors, rounding_seed)" in source
+        "save_preactivation, factor_mask, rounding_seed)" in source
     )
 
 

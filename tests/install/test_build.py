@@ -103,7 +103,7 @@ INSTRUCTIONS = {
     "baseline": ([YMM, ZMM, MASK, VEX], [r"\tmulps "]),
     "avx2": ([ZMM, MASK, BF16], [YMM, FMA, r"vcvtph2ps"]),
     "avx512": ([BF16], [ZMM, MASK, FMA]),
-    "avx512_bf16": ([r"tdpbf16ps|vpdpbusd|vaddph"], [ZMM, r"vcvtneps2bf16"]),
+    "avx512_bf16": ([r"tdpbf16ps|vaddph"], [ZMM, r"vcvtneps2bf16"]),
 }
 
 

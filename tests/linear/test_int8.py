@@ -161,7 +161,7 @@ def test_stochastic_rounding_is_the_definitions():
     seed = torch.tensor([2**40 + 5, -9])
     (x, w, dy), found = products(seed)
     ref = reference.linear.linear_backward(
-        *(t.double() for t in (dy, x, w)), factors=ALL, rounding_seed=seed
+        *(t.double() for t in (dy, x, w)), factor_mask=ALL, rounding_seed=seed
     )
     for ours, right in zip(found[1:], ref, strict=True):
         assert (ours - right).abs().max() <= 2e-6 * right.abs().max()
@@ -276,7 +276,7 @@ def test_second_derivatives_are_those_of_quantised_factors():
     first = torch.autograd.grad(y, (x, w), dy, create_graph=True)
     ours = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w, dy))
     x, w, dy = (t.detach().double().requires_grad_() for t in (x, w, dy))
-    first = reference.linear.linear_backward(dy, x, w, factors=ALL)[:2]
+    first = reference.linear.linear_backward(dy, x, w, factor_mask=ALL)[:2]
     right = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w, dy))
     for mine, of_right in zip(ours, right, strict=True):
         assert (mine - of_right).abs().max() <= 1e-5 * of_right.abs().max()
@@ -288,10 +288,10 @@ def test_forward_mode_and_the_definitions_gradients():
     _, tangent = torch.func.jvp(lambda x: functional.linear(x, w, precision="int8"), (x,), (dx,))
     torch.testing.assert_close(tangent, dx @ w.t())
     given = [t.double().requires_grad_() for t in (x, w)]
-    y = reference.linear.linear(*given, factors=ALL)
+    y = reference.linear.linear(*given, factor_mask=ALL)
     dy = torch.ones_like(y)
     found = torch.autograd.grad(y, given, dy)
-    right = reference.linear.linear_backward(dy, *given, factors=ALL)
+    right = reference.linear.linear_backward(dy, *given, factor_mask=ALL)
     assert all(map(torch.equal, found, right))
 
 
@@ -366,7 +366,7 @@ def test_factors_and_seeds_are_checked(op):
     of = {"linear_forward": (x, w, None, None), "linear_backward": (x, None, w, F32, None, None)}
     name = "linear" if op == "linear_forward" else op
     call = getattr(RAW, op)
-    with pytest.raises(RuntimeError, match=f"^{name}: factors must be .*, got 16"):
+    with pytest.raises(RuntimeError, match=f"^{name}: factor_mask must be .*, got 16"):
         call(*of[op], 16)
     with pytest.raises(RuntimeError, match=f"^{name}: rounding_seed must be a dense int64 tensor"):
         call(*of[op], 4, torch.zeros(3, dtype=torch.int64))

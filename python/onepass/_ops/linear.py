@@ -30,18 +30,18 @@ class Activation(enum.IntEnum):
 
 
 @entry
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, factors: int = 0) -> Tensor:
-    """input weight^T + bias in input's dtype. factors: a sum of the numbers of
-    reference/products.py; those that are not both float32 are taken as they are."""
-    return _linear.run(input, weight, bias, None, factors, None)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, factor_mask: int = 0) -> Tensor:
+    """input weight^T + bias in input's dtype. factor_mask: bits of
+    reference/products.py; factors that are not both float32 are taken as they are."""
+    return _linear.run(input, weight, bias, None, factor_mask, None)
 
 
 @drawing_entry
 def linear_randomly_rounded(
-    input: Tensor, weight: Tensor, bias: Tensor | None, factors: int
+    input: Tensor, weight: Tensor, bias: Tensor | None, factor_mask: int
 ) -> Tensor:
     """The same; the product of input's gradient rounds the output's to codes stochastically."""
-    return _linear.run(input, weight, bias, None, factors, draw_seed(input.device))
+    return _linear.run(input, weight, bias, None, factor_mask, draw_seed(input.device))
 
 
 @drawing_entry
@@ -52,14 +52,14 @@ def linear_epilogue(
     residual: Tensor | None,
     activation: Activation,
     dropout_p: float,
-    factors: int = 0,
+    factor_mask: int = 0,
     rounds_randomly: bool = False,
 ) -> Tensor:
     """residual + dropout(activation(input weight^T + bias)), in residual's dtype or input's."""
     seed = draw_seed(input.device) if dropout_p > 0.0 else None
     rounding_seed = draw_seed(input.device) if rounds_randomly else None
     of_epilogue = (residual, seed, dropout_p, activation, False)
-    return _epilogue.run(input, weight, bias, *of_epilogue, factors, rounding_seed)[0]
+    return _epilogue.run(input, weight, bias, *of_epilogue, factor_mask, rounding_seed)[0]
 
 
 class _Epilogue(torch.autograd.Function):
@@ -70,7 +70,7 @@ class _Epilogue(torch.autograd.Function):
     def setup_context(ctx, inputs, outputs):
         ctx.set_materialize_grads(False)
         input, weight, bias, _, seed, rounding_seed, constants = inputs
-        ctx.dropout_p, ctx.activation, ctx.factors, _ = constants
+        ctx.dropout_p, ctx.activation, ctx.factor_mask, _ = constants
         ctx.input_dtype = input.dtype
         needs = ctx.needs_input_grad
         # A frozen layer does not keep its input.
@@ -97,7 +97,7 @@ class _Epilogue(torch.autograd.Function):
             if dsums is not None:
                 again = is_differentiated_again()  # create_graph=True
                 compute = _linear.apply_backward if again else _backward
-                found = compute(dsums, input, weight, *ctx.dtypes, ctx.factors, rounding_seed)
+                found = compute(dsums, input, weight, *ctx.dtypes, ctx.factor_mask, rounding_seed)
                 gradients = [
                     None if dtype is None else gradient
                     for gradient, dtype in zip(found, ctx.dtypes, strict=True)
@@ -119,16 +119,16 @@ def _outputs(input, weight, out_dtype):
     return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
 
 
-def _definition(input, weight, bias, out_dtype, factors, rounding_seed):
-    of_factors = _of_factors(input, weight, factors), rounding_seed
+def _definition(input, weight, bias, out_dtype, factor_mask, rounding_seed):
+    of_factors = _of_factors(input, weight, factor_mask), rounding_seed
     output = reference.linear(*wide(input, weight, bias), *of_factors)
     return output.to(out_dtype or input.dtype)
 
 
-def _of_factors(input: Tensor, weight: Tensor, factors: int) -> int:
+def _of_factors(input: Tensor, weight: Tensor, factor_mask: int) -> int:
     """How factors are taken: as they are unless both are float32, or the float64 of a
     reference."""
-    return factors if input.dtype == weight.dtype and input.dtype.itemsize > 2 else 0
+    return factor_mask if input.dtype == weight.dtype and input.dtype.itemsize > 2 else 0
 
 
 def _gradients(doutput, input, weight, input_dtype, weight_dtype, bias_dtype):
@@ -179,9 +179,9 @@ def _activated(x, activation_kind):
 
 def _epilogue_definition(
     input, weight, bias, residual, seed, dropout_p, activation_kind, save_preactivation,
-    factors, rounding_seed,
+    factor_mask, rounding_seed,
 ):  # fmt: skip
-    of_factors = _of_factors(input, weight, factors), rounding_seed
+    of_factors = _of_factors(input, weight, factor_mask), rounding_seed
     preactivation = reference.linear(*wide(input, weight, bias), *of_factors)
     output = dropped(_activated(preactivation, activation_kind), dropout_p, seed)
     if residual is not None:

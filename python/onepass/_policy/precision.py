@@ -25,7 +25,7 @@ ATTRIBUTE = "_onepass_precision"  # of a module whose products have one of their
 class Factors(NamedTuple):
     """How a linear layer's products take float32 factors."""
 
-    number: int  # a sum of the numbers of reference/products.py
+    mask: int  # bits of reference/products.py
     rounds_randomly: bool = False  # the output's gradient, to codes, for that of the input
 
 
@@ -75,8 +75,8 @@ def _parsed(precision: str) -> Factors | None:
     products = [part for part in parts if part != _STOCHASTIC] or ["output", "dinput"]
     if _STOCHASTIC in parts and "dinput" not in products:
         return None
-    number = sum(_INT8_PARTS[part] for part in products)
-    return Factors(number + ROUNDED * HAS_PAIR_PRODUCTS, _STOCHASTIC in parts)
+    mask = sum(_INT8_PARTS[part] for part in products)
+    return Factors(mask + ROUNDED * HAS_PAIR_PRODUCTS, _STOCHASTIC in parts)
 
 
 _AS_THEY_ARE, _ROUNDING = Factors(0), Factors(ROUNDED)

@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
             positions, so parts see and drop the same as the whole. Not negative, below 2^40.
         precision: of float32 products on a CPU, as in `linear`: with "medium" the factors of all
             products, forward and backward, are rounded to bfloat16; the softmax, sums and results
-            are float32.
+            are float32. "int8" is of linear layers alone, and None here.
 
     Returns:
         Tensor of shape (..., heads, seq_q, value_dim) in query's dtype (under autocast: in

@@ -93,13 +93,13 @@ def linear(
             return _composed(_torchs(input, weight, bias), activation, p, residual)
         operands = _autocast_operands(input, weight, bias)
         are_wide = operands[0].dtype is torch.float32 is operands[1].dtype
-        factors, rounds_randomly = factors_of(precision) if are_wide else (0, False)
+        mask, rounds_randomly = factors_of(precision) if are_wide else (0, False)
         if activation is None and p == 0.0 and residual is None:
             if rounds_randomly:
-                return _linear.linear_randomly_rounded(*operands, factors)
-            return _linear.linear(*operands, factors)
+                return _linear.linear_randomly_rounded(*operands, mask)
+            return _linear.linear(*operands, mask)
         kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)
-        return _linear.linear_epilogue(*operands, residual, kind, p, factors, rounds_randomly)
+        return _linear.linear_epilogue(*operands, residual, kind, p, mask, rounds_randomly)
     except Exception:
         check_arguments(linear, locals())
         raise

@@ -125,8 +125,9 @@ def linear_cross_entropy(
         ignore_index: as in `cross_entropy`; None: -100.
         weight, label_smoothing, softcap, z_loss, reduction: as in `cross_entropy`.
         precision: of float32 products on a CPU, as in `linear`: with "medium" the factors of the
-            logits and of the gradients' products are rounded to bfloat16. With a sharded
-            vocabulary (DTensor) the products are torch's.
+            logits and of the gradients' products are rounded to bfloat16. "int8" is of linear
+            layers alone, and None here. With a sharded vocabulary (DTensor) the products are
+            torch's.
 
     Returns:
         Tensor of shape (), or of target's with reduction "none"; in input's dtype (under autocast,

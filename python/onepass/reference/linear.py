@@ -31,12 +31,12 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input, weight, factors, seed):
-        return multiply(input, weight.t(), factors, INT8_FORWARD)
+    def forward(input, weight, factor_mask, seed):
+        return multiply(input, weight.t(), factor_mask, INT8_FORWARD)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        input, weight, ctx.factors, seed = inputs
+        input, weight, ctx.factor_mask, seed = inputs
         ctx.save_for_backward(input, weight, seed)
         ctx.save_for_forward(input, weight)
 
@@ -44,7 +44,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, doutput):
         input, weight, seed = ctx.saved_tensors
         dinput, dweight, _ = linear_backward(
-            doutput, input, weight, factors=ctx.factors, rounding_seed=seed
+            doutput, input, weight, factor_mask=ctx.factor_mask, rounding_seed=seed
         )
         return dinput, dweight, None, None
 
@@ -58,15 +58,15 @@ def linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    factors: int = 0,
+    factor_mask: int = 0,
     rounding_seed: Tensor | None = None,
 ) -> Tensor:
-    """``input weight^T + bias``: (..., in_features) to (..., out_features). factors: how those of
-    the product and of its gradients' are taken, by the numbers of products.py."""
-    if factors & ~ROUNDED:
-        output = _Product.apply(input, weight, factors, rounding_seed)
+    """``input weight^T + bias``: (..., in_features) to (..., out_features). factor_mask: how
+    factors of the product and of its gradients' are taken, by the bits of products.py."""
+    if factor_mask & ~ROUNDED:
+        output = _Product.apply(input, weight, factor_mask, rounding_seed)
     else:
-        output = product(input, weight.t(), bool(factors))
+        output = product(input, weight.t(), bool(factor_mask))
     return output if bias is None else output + bias
 
 
@@ -75,7 +75,7 @@ def linear_backward(
     input: Tensor | None,
     weight: Tensor | None,
     *,
-    factors: int = 0,
+    factor_mask: int = 0,
     rounding_seed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """(dinput, dweight, dbias); dinput takes the weight, and dweight the input. dbias is a sum of
@@ -84,7 +84,7 @@ def linear_backward(
     rows = doutput.flatten(0, -2) if doutput.dim() > 1 else doutput[None]
     dinput = dweight = None
     if weight is not None:
-        dinput = multiply(doutput, weight, factors, INT8_INPUT, rounding_seed)
+        dinput = multiply(doutput, weight, factor_mask, INT8_INPUT, rounding_seed)
     if input is not None:
-        dweight = multiply(rows.t(), input.reshape(rows.shape[0], -1), factors, INT8_WEIGHT)
+        dweight = multiply(rows.t(), input.reshape(rows.shape[0], -1), factor_mask, INT8_WEIGHT)
     return dinput, dweight, rows.sum(0)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from onepass.reference.dropout import random_halves
 
-# How float32 factors of a linear layer's products are taken, a sum of these: the numbers of
+# How float32 factors of a linear layer's products are taken, the bits of a mask: those of
 # csrc/ops/linear.h.
-ROUNDED = 1  # to bfloat16, of all products that no other number names
+ROUNDED = 1  # to bfloat16, of all products that no other bit names
 INT8_FORWARD, INT8_INPUT, INT8_WEIGHT = 2, 4, 8  # of output, dinput and dweight, quantised
 
 MOST_DEPTH = 1 << 17  # longer sums of products of codes could overflow, so they stay float32
@@ -96,18 +96,18 @@ class _Quantized(torch.autograd.Function):
 
 
 def multiply(
-    left: Tensor, right: Tensor, factors_as: int, quantized: int, seed: Tensor | None = None
+    left: Tensor, right: Tensor, factor_mask: int, quantized: int, seed: Tensor | None = None
 ) -> Tensor:
-    """``left right``, with the factors taken as the sum `factors_as` says if they are float32 or
-    float64: as codes if it has the number `quantized`.
+    """``left right``, with its factors taken as the mask says if they are float32 or float64: as
+    codes if it has the bit `quantized`.
 
     A row of left and a column of right are quantised by their largest magnitude each (SwitchBack,
     Wortsman et al. 2023); those that are not finite take the exact product. With a seed, int64[2],
     left is rounded to codes stochastically.
     """
     is_wide = left.dtype == right.dtype and left.itemsize > 2
-    if not (is_wide and factors_as & quantized and 0 < left.shape[-1] <= MOST_DEPTH):
-        return torch.matmul(*factors(is_wide and bool(factors_as & ROUNDED), left, right))
+    if not (is_wide and factor_mask & quantized and 0 < left.shape[-1] <= MOST_DEPTH):
+        return torch.matmul(*factors(is_wide and bool(factor_mask & ROUNDED), left, right))
     output = _Quantized.apply(left, -1, seed) @ _Quantized.apply(right, -2, None)
     is_finite = left.isfinite().all(-1, keepdim=True) & right.isfinite().all(-2, keepdim=True)
     return torch.where(is_finite, output, left @ right)

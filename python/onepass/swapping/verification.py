@@ -84,7 +84,7 @@ class Rounding(NamedTuple):
     median: float  # of the tensors' distances
     largest: float
     name: str  # of the tensor that is furthest off
-    precision: str  # as the model's modules or torch's setting have it
+    precision: str  # of modules or torch's setting, more than one joined by " and "
 
     @classmethod
     def of(cls, rounded, exact, precision: str) -> Rounding | None:
@@ -102,10 +102,12 @@ class Rounding(NamedTuple):
         return cls(rounded.loss, exact.loss, median, distances[name], name, precision)
 
     def __str__(self) -> str:
+        names = (name.partition(":")[0] for name in self.precision.split(" and "))
+        taken = " and ".join(dict.fromkeys(_TAKEN[name] for name in names))
         return (
-            f"factors of products {_TAKEN[self.precision.partition(':')[0]]}: loss {self.loss:.7g}, "
-            f"{self.exact_loss:.7g} in float32; tensors are {self.median:.1e} from float32's in "
-            f"the median, at most {self.largest:.1e} ({self.name})"
+            f"factors of products {taken}: loss {self.loss:.7g}, {self.exact_loss:.7g} in float32; "
+            f"tensors are {self.median:.1e} from float32's in the median, at most "
+            f"{self.largest:.1e} ({self.name})"
         )
 
 

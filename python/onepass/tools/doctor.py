@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SWITCHES = {
     "ONEPASS_CPU_ISA": "CPU level to use: baseline, avx2, avx512 or avx512_bf16",
+    "ONEPASS_CPU_VNNI": "0: no instructions for products of 8 bits, with the same results",
     "ONEPASS_CUDA_ATTENTION": "always: swapped models run onepass's attention on every GPU",
     "ONEPASS_CUDA_OVERLAP": "always: some kernels are launched while the one before still runs",
     "ONEPASS_LOG": "dispatch: log which kernel ran and why, each line once",
@@ -161,6 +162,7 @@ def _levels() -> Iterator[Line]:
     wanted = os.environ.get("ONEPASS_CPU_ISA")
     why = "the highest of this machine" if not wanted else "ONEPASS_CPU_ISA asks for it"
     yield Line("CPU level in use", f"{level}: {why}", True)
+    yield Line("Products of 8 bits", "VNNI" if _C.multiplies_bytes() else "as products of 16 bits")
 
 
 def _products() -> Iterator[Line]:

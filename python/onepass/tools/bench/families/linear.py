@@ -68,19 +68,19 @@ def _quantized_dynamically(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...
     """torch.ao.quantization.quantize_dynamic: the weight was quantised before, per column."""
     if id(w) not in _DYNAMIC:
         _DYNAMIC.clear()
-        layer = torch.nn.Linear(w.shape[1], w.shape[0])
+        layer = torch.nn.Linear(w.shape[1], w.shape[0], device="cpu")
         layer.weight.data, layer.bias.data = w.detach(), b.detach()
         layer.qconfig = torch.ao.quantization.per_channel_dynamic_qconfig
         _DYNAMIC[id(w)] = torch.ao.nn.quantized.dynamic.Linear.from_float(layer)
     return (_DYNAMIC[id(w)](x),)
 
 
-def _own_dinput(g: Tensor, w: Tensor, factors: int = 0) -> tuple[Tensor, ...]:
-    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None, factors)[:1]
+def _own_dinput(g: Tensor, w: Tensor, mask: int = 0) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, None, w, g.dtype, None, None, mask)[:1]
 
 
-def _own_dweight(g: Tensor, x: Tensor, factors: int = 0) -> tuple[Tensor, ...]:
-    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype, factors)[1:]
+def _own_dweight(g: Tensor, x: Tensor, mask: int = 0) -> tuple[Tensor, ...]:
+    return torch.ops.onepass.linear_backward(g, x, None, None, g.dtype, g.dtype, mask)[1:]
 
 
 def _torchs_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -165,32 +165,32 @@ PHASES = {
 }
 
 
-# (by ours, by the definition) with the factors of reference/products.py.
+# (by ours, by the definition) with a mask of factors, of reference/products.py.
 BY_FACTORS = {
     "forward": (
-        lambda factors, x, w, b: (torch.ops.onepass.linear_forward(x, w, b, None, factors),),
-        lambda factors, x, w, b: (reference.linear(x, w, b, factors),),
+        lambda mask, x, w, b: (torch.ops.onepass.linear_forward(x, w, b, None, mask),),
+        lambda mask, x, w, b: (reference.linear(x, w, b, mask),),
     ),
     "dinput": (
-        lambda factors, g, w: _own_dinput(g, w, factors),
-        lambda factors, g, w: reference.linear_backward(g, None, w, factors=factors)[:1],
+        lambda mask, g, w: _own_dinput(g, w, mask),
+        lambda mask, g, w: reference.linear_backward(g, None, w, factor_mask=mask)[:1],
     ),
     "dweight+dbias": (
-        lambda factors, g, x: _own_dweight(g, x, factors),
-        lambda factors, g, x: reference.linear_backward(g, x, None, factors=factors)[1:],
+        lambda mask, g, x: _own_dweight(g, x, mask),
+        lambda mask, g, x: reference.linear_backward(g, x, None, factor_mask=mask)[1:],
     ),
 }
 
 
-def _add_phase(precision: str, phase: str, factors: int, **optional: Function) -> None:
+def _add_phase(precision: str, phase: str, mask: int, **optional: Function) -> None:
     operator, sizes_of = PHASES[phase]
     ours, formula = BY_FACTORS[phase]
     PHASES[f"{precision} {phase}"] = (
         Operator(
-            ours=partial(ours, factors),
+            ours=partial(ours, mask),
             stock=_in_medium(operator.stock) if precision == "medium" else operator.stock,
-            formula=partial(formula, factors),
-            base=partial(formula, factors),
+            formula=partial(formula, mask),
+            base=partial(formula, mask),
             others={"float32": partial(ours, 0)},
             optional=optional,
         ),
