@@ -3,6 +3,7 @@
 import copy
 import math
 
+import psutil
 import pytest
 import torch
 
@@ -120,6 +121,27 @@ def test_steps_that_are_skipped(bad, mode, name):
     assert_same(snapshot(found), snapshot(expected))
     counts = [[group.get("ema_steps") for group in one.param_groups] for one in (found, expected)]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    psutil.virtual_memory().available < 10 << 30, reason="needs 10 GiB of free memory"
+)
+def test_more_elements_than_32_bits_can_count():
+    """Both ends of a parameter, and the border, are stepped; the norm counts all of them."""
+    torch.set_num_threads(2)
+    elements = (1 << 31) + 4097
+    p = torch.nn.Parameter(torch.ones(elements, dtype=torch.bfloat16))
+    p.grad = torch.zeros(elements, dtype=torch.bfloat16)
+    places = [0, (1 << 31) - 1, 1 << 31, elements - 1]
+    for place in places:
+        p.grad[place] = 1.0
+    optimizer = onepass.optim.SGD([p], lr=0.5, max_grad_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 2.0
+    # Clipped to a norm of one, each of the four gradients is a half.
+    assert [p[place].item() for place in places] == [0.75] * 4
+    assert p.detach()[1:1000].eq(1).all() and p.detach()[-1000:-1].eq(1).all()
 
 
 # ---- GradScaler ----------------------------------------------------------------------------------
