@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -98,25 +99,18 @@ def test_a_step_with_sums_is_that_of_the_loop(dtype, name):
     assert_same(snapshot(optimizer), snapshot(reference))
 
 
-def test_a_gradient_is_added_as_it_is(monkeypatch):
+def test_a_gradient_is_added_as_it_is():
     """Once, by the operator whose traffic is counted under the emulator, and not as a copy."""
     weight = torch.ones(64, 64, dtype=BF16, requires_grad=True)
     made = []
     weight.register_post_accumulate_grad_hook(lambda p: made.append(p.grad.data_ptr()))
     fused_accumulate(onepass.optim.SGD([weight], lr=0.1, master="fp32"))
     weight.sum().backward()  # the first gradient becomes the sum
-    added = []
-    step = accumulate._ops.optimizer_step
-    monkeypatch.setattr(
-        accumulate._ops,
-        "optimizer_step",
-        lambda ran, algorithm, table, gradients, *args, **options: (
-            added.extend(gradients),
-            step(ran, algorithm, table, gradients, *args, **options),
-        ),
-    )
-    weight.sum().backward()
-    assert [(g.dtype, g.data_ptr()) for g in added] == [(BF16, made[1])]
+    ops = accumulate._ops
+    with mock.patch.object(ops, "optimizer_step", wraps=ops.optimizer_step) as step:
+        weight.sum().backward()
+    ((added,),) = (call.args[3] for call in step.call_args_list)
+    assert added.dtype is BF16 and added.data_ptr() == made[1]
 
 
 def test_who_empties_what():
@@ -190,23 +184,22 @@ def test_steps_in_backward_are_those_of_the_loop(clip_value, ema_decay, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"master": "fp32", "ema_decay": 0.5}], ids=str)
-def test_two_rounds_look_at_each_parameter_a_few_times(options, monkeypatch):
+def test_two_rounds_look_at_each_parameter_a_few_times(options):
     """Hooks must not look at all parameters each time: that would be quadratic in their number."""
     params = [nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(40)]
     optimizer = onepass.optim.AdamW(params, **options)
     fused_accumulate(optimizer, in_backward=True)
-    tables, looks = [], []
-    make = optimizer._make_table
-    monkeypatch.setattr(optimizer, "_make_table", lambda *a: tables.append(make(*a)) or tables[-1])
-    look = onepass.optim.optimizer.layouts_of
-    monkeypatch.setattr(
-        "onepass.optim.optimizer.layouts_of", lambda ps: looks.extend(ps) or look(ps)
-    )
-    for _ in range(2):
-        sum(p.float().square().sum() for p in params).backward()
-        optimizer.step()
-    assert len(tables) == 1 and len(tables[0].buffers) < 8
-    assert len(looks) <= len(params)
+    module = onepass.optim.optimizer
+    with (
+        mock.patch.object(optimizer, "_make_table", wraps=optimizer._make_table) as make,
+        mock.patch.object(module, "layouts_of", wraps=module.layouts_of) as look,
+    ):
+        for _ in range(2):
+            sum(p.float().square().sum() for p in params).backward()
+            optimizer.step()
+    make.assert_called_once()
+    assert len(optimizer._table.buffers) < 8
+    assert sum(len(call.args[0]) for call in look.call_args_list) <= len(params)
 
 
 def test_one_gradient_at_a_time():
@@ -320,8 +313,7 @@ COPIES = (copy.copy, copy.deepcopy, through_pickle)
 @optimizers
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_copies_do_not_lose_sums(in_backward, name):
-    """Refused while there are sums; afterwards a copy is an optimizer without hooks, which are
-    never copied."""
+    """Refused while there are sums; afterwards a copy is an optimizer without hooks."""
     model, optimizer = build(name)
     sums = fused_accumulate(optimizer, in_backward=in_backward)
     with sums.accumulating():

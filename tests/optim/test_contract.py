@@ -427,17 +427,14 @@ def test_not_finite_and_far_out_as_torch(dtype, name):
         results = []
         for cls, working in ((ours(name), dtype), (stock(name), F32)):
             p = torch.full((211,), 0.5, dtype=working, requires_grad=True)
-            flags = {**FLAGS[name], "weight_decay": 0.0}
-            optimizer = cls([p], **flags)
+            optimizer = cls([p], **{**FLAGS[name], "weight_decay": 0.0})
             for _ in range(number):
                 p.grad = gradient.to(working)
                 optimizer.step()
-            results.append((p.detach(), optimizer.state_dict()["state"][0]))
-        (found, entries), (expected, stock_entries) = results
-        pairs = {"param": (found, expected.to(dtype))}
-        for key in set(entries) - {"step"}:
-            pairs[key] = (entries[key], stock_entries[key].to(dtype))
-        for key, (one, two) in pairs.items():
+            results.append({"param": p.detach(), **optimizer.state_dict()["state"][0]})
+        found, expected = results
+        for key in found.keys() - {"step"}:
+            one, two = found[key], expected[key].to(dtype)
             assert torch.equal(one.isnan(), two.isnan()), f"{key} after {number}"
             assert torch.equal(one.isinf(), two.isinf()), f"{key} after {number}"
             finite = two.isfinite()

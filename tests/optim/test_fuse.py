@@ -31,8 +31,6 @@ from tests.optim.cases import (
 )
 from tests.support.dtypes import BF16, F16, F32
 
-# ---- copies --------------------------------------------------------------------------------------
-
 
 @runs
 @pytest.mark.parametrize("taken", [0, 2])
@@ -51,9 +49,6 @@ def test_copies_go_on_by_themselves(taken, mode, name):
     expected = snapshot(steps(optimizer, 2, first=taken))
     for end in ends:
         assert_same(end, expected)
-
-
-# ---- fuse ----------------------------------------------------------------------------------------
 
 
 def old_optimizer(name, taken, dtype=F32, **flags):

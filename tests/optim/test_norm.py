@@ -144,6 +144,16 @@ def test_more_elements_than_32_bits_can_count():
     assert p.detach()[1:1000].eq(1).all() and p.detach()[-1000:-1].eq(1).all()
 
 
+@names
+def test_zeroed_gradients_with_gaps_and_none(name):
+    optimizer = made(name, ((6,), (5,)), zero_grads=True)
+    whole = torch.full((12,), 7.0)
+    members(optimizer)[0].grad = whole[::2]
+    optimizer.step()
+    assert (whole[::2] == 0).all() and (whole[1::2] == 7).all()
+    assert members(optimizer)[1].grad is None
+
+
 # ---- GradScaler ----------------------------------------------------------------------------------
 
 
@@ -203,16 +213,3 @@ def test_a_scaler_in_any_order(limit, name):
         results.append([p.detach() for p in members(optimizer)] + norm)
     for other in results[1:]:
         assert all(same(one, two) for one, two in zip(results[0], other, strict=True))
-
-
-# ---- gradients set to zeros ----------------------------------------------------------------------
-
-
-@names
-def test_zeroed_gradients_with_gaps_and_none(name):
-    optimizer = made(name, ((6,), (5,)), zero_grads=True)
-    whole = torch.full((12,), 7.0)
-    members(optimizer)[0].grad = whole[::2]
-    optimizer.step()
-    assert (whole[::2] == 0).all() and (whole[1::2] == 7).all()
-    assert members(optimizer)[1].grad is None

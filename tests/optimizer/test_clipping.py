@@ -178,8 +178,7 @@ def test_no_magnitude_is_larger_than_nan():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_squares_beyond_float32(dtype, order):
-    """torch's own norm of order 2 is infinite here, and its gradients become zero; ours is
-    float64."""
+    """torch's own norm of order 2 is infinite here, and its gradients become zero."""
     of = parameters(5000, dtype=dtype, scale=1e38) + parameters(100)
     of[0].grad.clamp_(-3e38, 3e38)  # float32 ends at 3.4e38
     if order == 2.0:
