@@ -285,6 +285,15 @@ def test_windows(name):
             getattr(functional, name)(**RIGHT[name] | {"window_size": window})
 
 
+@pytest.mark.parametrize(
+    "name",
+    [n for n in RIGHT if "precision" in inspect.signature(getattr(functional, n)).parameters],
+)
+def test_other_precisions_are_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}: precision must be None, 'highest', 'high' or"):
+        getattr(functional, name)(**RIGHT[name], precision="low")
+
+
 # ---- modules -------------------------------------------------------------------------------------
 
 MODULES = {

@@ -25,8 +25,6 @@ DECODE_KERNELS = ("attention/decode.cu",)
 
 TILED, PLAIN = (BF16, F16), (F32, F64)
 DTYPES = TILED + PLAIN
-TILED_DIMS = (1, 8, 40, 64, 72, 96, 128, 160, 256)
-LONG_DIMS = (264, 512)  # for which there are no tiles
 
 CAUSAL = dict(window_right=0, bottom_right=True)
 # Of nothing, of one row, of less than a tile and of more; more keys than queries and fewer.

@@ -146,8 +146,6 @@ def test_too_small_to_drop_anything_is_no_dropout():
     check(case)
 
 
-# ---- shards -------------------------------------------------------------------------------------
-
 WHOLE = Case(F32, 32, batch=3, heads=4, kv_heads=2, seq_q=90, seq_k=90, window_right=0,
              dropout_p=0.3)  # fmt: skip
 
@@ -165,9 +163,6 @@ def test_shards_reproduce_the_mask_of_the_whole():
         assert torch.equal(forward_mask(shard, SEED), expected)
         for name, mask in backward_masks(shard, SEED).items():
             assert torch.equal(mask, expected), name
-
-
-# ---- the functions ------------------------------------------------------------------------------
 
 
 def test_the_seed_is_drawn_from_torchs_generator():

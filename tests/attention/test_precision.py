@@ -185,14 +185,6 @@ def test_without_dot_products_nothing_changes(monkeypatch):
     assert torch.equal(sdpa(q, k, v, precision="medium"), exact)
 
 
-@pytest.mark.parametrize("call", [sdpa, functional.varlen_attention], ids=lambda f: f.__name__)
-def test_other_precisions_are_refused(call):
-    q, k, v = operands()
-    more = () if call is sdpa else (torch.tensor([0, 70], dtype=torch.int32),) * 2 + (70, 70)
-    with pytest.raises(ValueError, match=f"^{call.__name__}: precision must be None, 'highest',"):
-        call(q, k, v, *more, precision="low")
-
-
 def test_a_row_alone_has_the_same_outputs_with_other_storages():
     """A packed sequence as a dense one."""
     case = replace(ROUNDED, batch=1, seq_q=100, seq_k=100)

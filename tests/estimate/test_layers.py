@@ -82,8 +82,7 @@ ALL = [*itertools.product(SIZES, OPTIONS), *(pair for pair in QUICK if pair[0] =
 
 
 @pytest.mark.parametrize(
-    "name, options",
-    [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in ALL],
+    "name, options", [pytest.param(*p, marks=() if p in QUICK else pytest.mark.slow) for p in ALL]
 )
 def test_a_step_is_that_of_the_whole_model(name, options):
     """In `make test` every option, and every model; small ones, of layers of ours, are cheap."""

@@ -114,25 +114,32 @@ def of_both_halves():
     return onepass.optim.MuonWithAdamW(groups, master="fp32", zero_grads=True)
 
 
-MUONS = {
-    "plain": of_matrices,
-    "fp32": lambda: of_matrices(master="fp32", max_grad_norm=0.1),
-    "with AdamW": of_both_halves,
+def of_formula(name):
+    return made(name, [(4, 6), (5,)], BF16, master="fp32", zero_grads=True)
+
+
+OF_TENSORS = {  # how they are made, and at how many bytecodes a step is interrupted
+    "Muon": (of_matrices, 3 * MOST),
+    "Muon, fp32": (lambda: of_matrices(master="fp32", max_grad_norm=0.1), 3 * MOST),
+    "Muon with AdamW": (of_both_halves, 4 * MOST),
+    "Adafactor": (lambda: of_formula("Adafactor"), MOST),
+    "LAMB": (lambda: of_formula("LAMB"), MOST),
 }
 
 
 @after
-@pytest.mark.parametrize("kind", MUONS)
+@pytest.mark.parametrize("kind", OF_TENSORS)
 @pytest.mark.grid
-def test_step_of_muon(kind, taken):
-    """Momenta move after the operator, then gradients are zeroed; both halves are done, or none."""
+def test_step_of_tensors(kind, taken):
+    """States move after the operator, then gradients are zeroed; both halves are done, or none."""
+    build, most = OF_TENSORS[kind]
 
     def make():
-        optimizer = steps(MUONS[kind](), taken)
+        optimizer = steps(build(), taken)
         give_gradients(optimizer, taken)
         return optimizer
 
-    check_step(make, taken, 4 * MOST if kind == "with AdamW" else 3 * MOST)
+    check_step(make, taken, most)
 
 
 @names
@@ -207,6 +214,21 @@ def test_add_param_group(name):
             {"params": iter([torch.ones(5, dtype=BF16, requires_grad=True)]), "lr": 0.5}
         ),
         lambda optimizer: steps(optimizer, 1, first=5),
+    )
+
+
+def test_swap_ema():
+    """Interrupted anywhere, the parameters are not averages."""
+
+    def call(optimizer):
+        with optimizer.swap_ema():
+            pass
+
+    check(
+        lambda: steps(made("AdamW", [(4, 6), (5,)], BF16, master="fp32", ema_decay=0.9), 3),
+        call,
+        lambda optimizer: steps(optimizer, 1, first=3),
+        most=3 * MOST,
     )
 
 

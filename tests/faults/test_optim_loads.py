@@ -83,6 +83,7 @@ SETTINGS = [
     (ValueError, r"weight_decay of .* must be at least 0", setting("weight_decay", -0.1)),
     (TypeError, r"weight_decay of .* must be a number", setting("weight_decay", [0.1])),
     (TypeError, r"maximize of .* must be a bool, got 'no'", setting("maximize", "no")),
+    (TypeError, r"ema_steps of parameter group 0 must be a whole num", setting("ema_steps", -1)),
 ]
 BETAS = [
     (TypeError, r"betas of .* must be two numbers, got 0\.9", setting("betas", 0.9)),
@@ -100,6 +101,7 @@ def cases(name):
         (TypeError, f"{moment} of parameter 1 must be a tensor, got 'abc'", put(moment, "abc")),
         (TypeError, f"{moment} of parameter 1 must be a tensor", put(moment, [1.0])),
         (ValueError, f"{moment} of parameter 1 must have shape", put(moment, torch.zeros(3))),
+        (ValueError, "ema of parameter 1 must have shape", put("ema", torch.zeros(3))),
         (ValueError, f"{moment} of parameter 1 must have dtype .*complex",
          put(moment, torch.zeros(SHAPES[1], dtype=torch.complex64))),
         *SETTINGS,
@@ -258,7 +260,6 @@ def test_setstate_alone_is_checked_too(name):
 
 @names
 def test_a_copy_of_a_broken_state_leaves_the_first_alone(name):
-    """A broken entry: the copy is refused, and the original is unchanged."""
     optimizer = trained(name)
     entry = optimizer.state[members(optimizer)[1]]
     good, entry[first_moment(name)] = entry[first_moment(name)], "abc"

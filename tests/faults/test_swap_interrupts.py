@@ -121,7 +121,7 @@ def interrupts_while_edits_are_made(monkeypatch, name, seed) -> Iterator[tuple[b
     monkeypatch.setattr(changes.Edit, "make", lambda edit: (made.append(edit), make_edit(edit)))
     call(make())  # imports and registers everything first
     whole = make()
-    _, last = injection.run_interrupted(lambda: call(whole), None)
+    last = injection.run_interrupted(lambda: call(whole), None)[1].count
     if seed is None:
         whole = make()
         points = [at for at in injection.every_instruction(lambda: call(whole)) if at < last]

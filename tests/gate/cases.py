@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onepass import functional, reference
 from tests.support.dtypes import BF16, F16, F32, F64
-from tests.support.results import assert_close
+from tests.support.results import check_cases
 
 DTYPES = (F32, BF16, F16, F64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,8 +80,4 @@ def results(function, case: Case, *, double: bool = False) -> dict[str, Tensor]:
 
 
 def check(*cases: Case) -> None:
-    """The output and every gradient of the cases, pooled, by the numerics rule."""
-    draws = [
-        (results(c.ours, c), results(c.torchs, c, double=True), results(c.torchs, c)) for c in cases
-    ]
-    assert_close(draws, cases[0].text)
+    check_cases(results, cases)

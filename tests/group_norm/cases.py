@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional
-from tests.support.results import assert_close
+from tests.support.results import check_cases
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (F32, BF16, F16, F64)
@@ -114,8 +114,4 @@ def results(function, case: Case, *, double: bool = False) -> dict[str, Tensor]:
 
 
 def check(*cases: Case) -> None:
-    """The output and every gradient of the cases, pooled, by the numerics rule."""
-    draws = [
-        (results(c.ours, c), results(c.torchs, c, double=True), results(c.torchs, c)) for c in cases
-    ]
-    assert_close(draws, cases[0].text)
+    check_cases(results, cases)

@@ -43,8 +43,7 @@ def losses_of(report: models.Attachment) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "lazy", "dtype"),
-    halved(MODELS, (False, True), (torch.float32, torch.bfloat16)),
+    ("name", "lazy", "dtype"), halved(MODELS, (False, True), (torch.float32, torch.bfloat16))
 )
 def test_the_loss_and_its_gradients(name, lazy, dtype, tmp_path):
     stock, batch = make(name).to(dtype), labelled()

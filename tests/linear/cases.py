@@ -144,9 +144,8 @@ def backward(doutput: Tensor, input=None, weight=None, **dtypes) -> tuple[Tensor
     return RAW.linear_backward(doutput, input, weight, *wanted)
 
 
-def layer_gradients(case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All three by the operator, in dtype or input's."""
-    dtype = dtype or case.input.dtype
-    of = {f"{name}_dtype": dtype for name in NAMES}
+def layer_gradients(case: Case) -> dict[str, Tensor]:
+    """All three by the operator, in input's dtype."""
+    of = {f"{name}_dtype": case.input.dtype for name in NAMES}
     found = backward(case.doutput, case.input, case.weight, **of)
     return dict(zip(GRADIENTS, found, strict=True))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass import functional, reference
-from tests.support.results import assert_close
+from tests.support.results import check_cases
 from tests.support.seeds import drawn_seed, set_seed
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -203,16 +203,7 @@ def results(function, case: Case, *, double: bool = False, wrt=INPUTS) -> dict[s
 
 
 def check(*cases: Case, wrt=INPUTS) -> None:
-    """Outputs and gradients of the cases, pooled, by the numerics rule."""
-    draws = [
-        (
-            results(case.ours, case, wrt=wrt),
-            results(case.definition, case, double=True, wrt=wrt),
-            results(case.torchs, case, wrt=wrt),
-        )
-        for case in cases
-    ]
-    assert_close(draws, cases[0].text)
+    check_cases(results, cases, "definition", wrt=wrt)
 
 
 def check_draws(*arguments, draws: int, **keywords) -> None:

@@ -135,9 +135,6 @@ def test_an_upstream_gradient_of_another_dtype():
     assert all(map(torch.equal, narrow, wide))
 
 
-# ---- as other calls ------------------------------------------------------------------------------
-
-
 # ---- shapes --------------------------------------------------------------------------------------
 
 
@@ -243,8 +240,7 @@ def test_magnitudes(factor, form):
 
 @everywhere
 @pytest.mark.parametrize(
-    "form, factors",
-    [("plain", {"scale": 1e6, "shift": 1e-6}), ("layer", {"column_scale": 1e-5})],
+    "form, factors", [("plain", {"scale": 1e6, "shift": 1e-6}), ("layer", {"column_scale": 1e-5})]
 )
 def test_magnitudes_of_scales(form, factors):
     """Large scales of small shifts; gamma as it begins, where the branch hardly shows."""

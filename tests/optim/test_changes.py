@@ -1,5 +1,6 @@
-"""A model that changes in mid-training, and steps that are hard for small states."""
+"""What changes in mid-training, and what is let go; steps that are hard for small states."""
 
+import copy
 import gc
 import math
 import weakref
@@ -12,12 +13,23 @@ import onepass
 from onepass import _dispatch_log
 from onepass.optim import flat_state
 from tests.optim.cases import (
+    ALL,
     FLAGS,
+    MODES,
+    SHAPES,
+    TORCH_NAMES,
     assert_same,
     first_moment,
+    give_gradients,
+    like,
+    made,
+    members,
     names,
+    options_of,
     ours,
+    resumed,
     snapshot,
+    steps,
     stock,
     torch_names,
 )
@@ -34,25 +46,6 @@ def parameters(*shapes, dtype=F32):
 # ---- shapes, strides, dtypes ---------------------------------------------------------------------
 
 
-@torch_names
-def test_channels_last_in_mid_training(name):
-    """The states get the memory order of the weights again."""
-    results = []
-    for cls in (ours(name), stock(name)):
-        torch.manual_seed(0)
-        model = torch.nn.Conv2d(3, 8, 3)
-        optimizer = cls(model.parameters(), **FLAGS[name])
-        images = torch.randn(2, 3, 8, 8)
-        for step in range(6):
-            if step == 3:
-                model = model.to(memory_format=torch.channels_last)
-            optimizer.zero_grad()
-            model(images).square().mean().backward()
-            optimizer.step()
-        results.append(model.weight.detach().contiguous())
-    assert (results[0] - results[1]).abs().max() < 1e-5
-
-
 @names
 @pytest.mark.parametrize("master", ["fp32", "remainder16"])
 def test_another_dtype_in_mid_training(name, master):
@@ -67,21 +60,6 @@ def test_another_dtype_in_mid_training(name, master):
         optimizer.step()
         assert (key in optimizer.state[p]) == has_one
         assert p.dtype is dtype and p.isfinite().all()
-
-
-def test_a_setting_that_asks_for_another_moment():
-    """From the next step on, as in torch."""
-    results = []
-    for cls in (onepass.optim.SGD, torch.optim.SGD):
-        torch.manual_seed(0)
-        (p,) = parameters(300)
-        optimizer = cls([p], lr=0.1)
-        for step in range(4):
-            optimizer.param_groups[0]["momentum"] = 0.9 if step >= 2 else 0.0
-            p.grad = torch.randn_like(p)
-            optimizer.step()
-        results.append(p.detach())
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -134,42 +112,27 @@ def test_one_gradient_of_other_strides_leaves_the_table_alone():
     assert optimizer._table is table and table.step_tables == tables
 
 
-def test_replaced_parameters_are_let_go():
-    (p,) = parameters(10)
-    optimizer = onepass.optim.SGD([p], lr=0.1, momentum=0.9)
-    for _ in range(5):
-        optimizer.step()
-        optimizer.state.clear()
-        (new,) = parameters(10)
-        optimizer.param_groups[0]["params"][0] = new
-    optimizer.step()
-    gc.collect()
-    assert len(optimizer._hidden_steps) == 1
-
-
 # ---- groups, states and gradients from step to step ----------------------------------------------
 
 
-def stepped(name, change):
-    """The parameters after steps with a change among them: normally, and without kept tables."""
-    results = []
-    for fresh in (False, True):
-        torch.manual_seed(0)
-        params = parameters(40, 40, 7)
-        optimizer = ours(name)(
-            [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], **FLAGS[name]
-        )
-        for step in range(6):
-            if step == 3:
-                change(optimizer, params)
-            if fresh:
-                optimizer._table = None  # makes the next step inspect everything
-            for p in params:
-                if p.grad is not None:
-                    p.grad = torch.randn_like(p)
-            optimizer.step()
-        results.append([p.detach().clone() for p in params])
-    return results
+def stepped(cls, name, change=None, fresh=False):
+    """The parameters after steps with a change among them.
+
+    fresh: each step inspects everything, without a kept table.
+    """
+    torch.manual_seed(0)
+    params = parameters(40, 40, (2, 3, 4, 5))
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5, "momentum": 0.0}]
+    optimizer = cls(groups, **FLAGS[name])
+    for step in range(6):
+        if step == 3 and change is not None:
+            change(optimizer, params)
+        if fresh:
+            optimizer._table = None
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return [p.detach().contiguous() for p in params]
 
 
 def move_between_groups(optimizer, params):
@@ -204,13 +167,21 @@ def swap_states(optimizer, params):
 
 
 def swap_entries(optimizer, params):
-    one, other, last = (optimizer.state.pop(p) for p in params)
-    for p, entry in zip(params, (other, one, last), strict=True):
-        optimizer.state[p] = entry
+    one, other = (optimizer.state.pop(p) for p in params[:2])
+    optimizer.state.update({params[0]: other, params[1]: one})
 
 
 def clear_an_entry(optimizer, params):
     optimizer.state[params[0]].clear()
+
+
+def ask_for_a_moment(optimizer, params):
+    """Of SGD; the others have no such setting."""
+    optimizer.param_groups[1]["momentum"] = 0.9
+
+
+def to_channels_last(optimizer, params):
+    params[2].data = params[2].data.to(memory_format=torch.channels_last)
 
 
 def load(optimizer, params):
@@ -221,29 +192,23 @@ def load(optimizer, params):
     optimizer.load_state_dict(saved)
 
 
-HARMLESS = (swap_within_a_group, make_a_tuple, add_a_group)
+HARMLESS = (swap_within_a_group, make_a_tuple, add_a_group, to_channels_last)
+OTHERS = (
+    move_between_groups, replace_entries, swap_states, swap_entries, clear_an_entry,
+    ask_for_a_moment, load,
+)  # fmt: skip
 
 
 @names
-@pytest.mark.parametrize(
-    "change",
-    [
-        *HARMLESS,
-        move_between_groups,
-        replace_entries,
-        swap_states,
-        swap_entries,
-        clear_an_entry,
-        load,
-    ],
-)
+@pytest.mark.parametrize("change", [*HARMLESS, *OTHERS])
 def test_a_change_is_noticed(name, change):
-    """Steps with a kept table equal steps that inspect everything."""
-    kept, anew = stepped(name, change)
-    assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
-    if change not in HARMLESS:
-        without, _ = stepped(name, lambda *_: None)
-        assert not all(torch.equal(one, other) for one, other in zip(kept, without, strict=True))
+    """Steps with a kept table equal steps that inspect everything, and torch's."""
+    kept = stepped(ours(name), name, change)
+    assert all(map(torch.equal, kept, stepped(ours(name), name, change, fresh=True)))
+    if name in TORCH_NAMES:
+        torch.testing.assert_close(kept, stepped(stock(name), name, change), rtol=1e-4, atol=1e-4)
+    if change in OTHERS and (change, name == "SGD") != (ask_for_a_moment, False):
+        assert not all(map(torch.equal, kept, stepped(ours(name), name)))
 
 
 @names
@@ -290,30 +255,105 @@ def test_every_state_put_there_is_the_one_that_is_stepped(name):
             assert optimizer.state[p][key] is put and not torch.equal(put, before), key
 
 
-@pytest.mark.parametrize("which", ["step", "clip", "norm", "refused"])
-def test_gradients_are_let_go(which):
-    params = parameters(30, 20)
-    optimizer = onepass.optim.AdamW(
-        params, max_grad_norm=1.0 if which == "norm" else None, zero_grads=which == "refused"
-    )
-    optimizer.step()
-    for _ in range(2):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        if which == "refused":
-            params[1].grad = torch.zeros(20).expand(20)
-            params[0].grad = torch.zeros(1).expand(30)
-            with pytest.raises(RuntimeError, match="must not share memory"):
-                optimizer.step()
-        elif which == "clip":
-            onepass.optim.clip_grad_norm_(params, 0.1)
-        else:
+def test_settings_on_a_device_stay_in_their_memory():
+    """Captured steps read them there; here on the meta device."""
+    meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
+    assert flat_state.on_device(settings, torch.device("cpu"), None) is None
+    first = flat_state.on_device(settings, meta, None)
+    assert first.device == meta and first.shape == settings.shape and first.dtype == settings.dtype
+    assert flat_state.on_device(settings * 2, meta, first) is first
+    assert flat_state.on_device(settings[:1], meta, first).shape == (1, 11)
+
+
+# ---- states whose memory other code exchanges ---------------------------------------------------
+
+
+def share(entry):
+    entry.share_memory_()
+
+
+def set_data(entry):
+    entry.data = entry.data.clone()
+
+
+def set_storage(entry):
+    entry.set_(entry.clone())
+
+
+CHANGES = (share, set_data, set_storage)
+OF_ADAMW = ("fp32", "remainder16, bfloat16", "stochastic", "int8", "all")
+CASES = [*((name, "own state") for name in ALL), *(("AdamW", mode) for mode in OF_ADAMW)]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def of_case(case, gaps=False):
+    """A new optimizer, with gaps between the elements of a parameter if asked for."""
+    optimizer = like(*case, F32 if case[1] in ("own state", "int8") else BF16)
+    if gaps:
+        p = members(optimizer)[1]
+        p.data = p.detach().repeat_interleave(2, -1)[..., ::2]
+    return optimizer
+
+
+def change_all(optimizer, change):
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            change(value)
+
+
+@cases
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.grid(2)
+def test_states_in_other_memory_are_the_same_run(change, gaps, case):
+    expected, found = (steps(of_case(case, gaps), 2) for _ in range(2))
+    change_all(found, change)
+    steps(expected, 2, first=2)
+    steps(found, 2, first=2)
+    assert_same(snapshot(found), snapshot(expected))
+    copied = copy.deepcopy(found)
+    new = resumed(case[0], found, **options_of(*case))
+    steps(expected, 1, first=4)
+    for other in (found, copied, new):
+        assert_same(snapshot(steps(other, 1, first=4)), snapshot(expected))
+
+
+@cases
+def test_the_new_memory_of_states_stays(case):
+    """A process that shares it sees the steps."""
+    optimizer = steps(of_case(case), 1)
+    change_all(optimizer, share)
+    entries = [v for entry in optimizer.state.values() for v in entry.values()]
+    addresses = [entry.data_ptr() for entry in entries]
+    steps(optimizer, 2, first=1)
+    assert [v for entry in optimizer.state.values() for v in entry.values()] == entries
+    assert [entry.data_ptr() for entry in entries] == addresses
+
+
+def test_one_state_in_other_memory_of_muon_with_adamw():
+    """Two operators' steps: none is made twice."""
+    for number in range(3):
+        expected, found = (steps(like("MuonWithAdamW", dtype=F32), 2) for _ in range(2))
+        for value in found.state[members(found)[number]].values():
+            set_data(value)
+        assert_same(snapshot(steps(found, 1, 2)), snapshot(steps(expected, 1, 2)))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_other_memory_with_steps_in_backward(name):
+    runs = []
+    for change in (None, share):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        optimizer = ours(name)(model.parameters(), **FLAGS[name])
+        onepass.optim.fused_accumulate(optimizer, in_backward=True)
+        for number in range(4):
+            if change and number == 2:
+                change_all(optimizer, change)
+            model(torch.randn(4, 8)).sum().backward()
             optimizer.step()
-        alive = [weakref.ref(p.grad) for p in params]
-        for p in params:
-            p.grad = None
-        gc.collect()
-        assert all(gradient() is None for gradient in alive)
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
 
 
 # ---- steps that are not made ---------------------------------------------------------------------
@@ -362,6 +402,109 @@ def test_clipping_what_is_listed_twice():
     torch.testing.assert_close(*results)
 
 
+# ---- what is let go -----------------------------------------------------------------------------
+
+
+def test_replaced_parameters_are_let_go():
+    (p,) = parameters(10)
+    optimizer = onepass.optim.SGD([p], lr=0.1, momentum=0.9)
+    for _ in range(5):
+        optimizer.step()
+        optimizer.state.clear()
+        (new,) = parameters(10)
+        optimizer.param_groups[0]["params"][0] = new
+    optimizer.step()
+    gc.collect()
+    assert len(optimizer._hidden_steps) == 1
+
+
+@pytest.mark.parametrize("which", ["step", "clip", "norm", "refused"])
+def test_gradients_are_let_go(which):
+    params = parameters(30, 20)
+    optimizer = onepass.optim.AdamW(
+        params, max_grad_norm=1.0 if which == "norm" else None, zero_grads=which == "refused"
+    )
+    optimizer.step()
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        if which == "refused":
+            params[1].grad = torch.zeros(20).expand(20)
+            params[0].grad = torch.zeros(1).expand(30)
+            with pytest.raises(RuntimeError, match="must not share memory"):
+                optimizer.step()
+        elif which == "clip":
+            onepass.optim.clip_grad_norm_(params, 0.1)
+        else:
+            optimizer.step()
+        alive = [weakref.ref(p.grad) for p in params]
+        for p in params:
+            p.grad = None
+        gc.collect()
+        assert all(gradient() is None for gradient in alive)
+
+
+def followed(optimizer):
+    params = members(optimizer)
+    entries = [value for p in params for value in optimizer.state.get(p, {}).values()]
+    tensors = [*params, *(p.grad for p in params), *entries]
+    return [weakref.ref(thing) for thing in (optimizer, *tensors)]
+
+
+def alive(references):
+    gc.collect()
+    return [thing for thing in (reference() for reference in references) if thing is not None]
+
+
+@names
+@pytest.mark.parametrize("mode", ["own state", "remainder16", "all"])
+def test_an_optimizer_that_is_gone_keeps_nothing(mode, name):
+    optimizer = steps(made(name, SHAPES, BF16, **MODES[mode]), 2)
+    members(optimizer)[0].grad = None  # a second table
+    optimizer.step()
+    give_gradients(optimizer, 3)
+    optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
+    optimizer.step()
+    references = followed(optimizer)
+    del optimizer
+    assert alive(references) == []
+
+
+@names
+def test_a_refused_load_and_a_refused_step_keep_nothing(name):
+    optimizer = steps(made(name, SHAPES), 1)
+    other = steps(made(name, SHAPES), 2)
+    checkpoint = other.state_dict()
+    checkpoint["param_groups"][0]["lr"] = "x"
+    with pytest.raises(TypeError):
+        optimizer.load_state_dict(checkpoint)
+    del checkpoint
+    references = followed(other)
+    del other
+    assert alive(references) == []
+    good = members(optimizer)[1].grad
+    members(optimizer)[1].grad = good.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    members(optimizer)[1].grad = good
+    references = followed(optimizer)
+    del optimizer, good
+    assert alive(references) == []
+
+
+@torch_names
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_fused_optimizers_that_are_gone_keep_nothing(first, name):
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    held = {"old": steps(stock(name)(params, lr=0.1), 1)}
+    held["new"] = steps(onepass.optim.fuse(held["old"]), 1)
+    references = [weakref.ref(held["old"]), *followed(held["new"])]
+    del params, held[first]
+    gc.collect()
+    held.clear()
+    assert alive(references) == []
+
+
 # ---- codes ---------------------------------------------------------------------------------------
 
 
@@ -407,16 +550,3 @@ def test_moments_put_there_in_float32_are_encoded(name):
     with pytest.raises(RuntimeError, match="of a parameter must have shape"):
         resumed.step()
     assert resumed.state[q][key].shape == (3,)
-
-
-# ---- fuse and checkpoints ------------------------------------------------------------------------
-
-
-def test_settings_on_a_device_stay_in_their_memory():
-    """Captured steps read them there; here on the meta device."""
-    meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
-    assert flat_state.on_device(settings, torch.device("cpu"), None) is None
-    first = flat_state.on_device(settings, meta, None)
-    assert first.device == meta and first.shape == settings.shape and first.dtype == settings.dtype
-    assert flat_state.on_device(settings * 2, meta, first) is first
-    assert flat_state.on_device(settings[:1], meta, first).shape == (1, 11)

@@ -233,70 +233,75 @@ def test_bitwise_equal_for_any_number_of_threads(mode, name):
         assert_same(found, results[1, dtype], f"{threads} threads, {dtype}")
 
 
-def state_of(optimizer, p):
-    """(the key of) the first state with more elements than a count."""
-    return next(key for key in optimizer.state[p] if key != "step")
-
-
 def make_sparse(optimizer, p):
     p.grad = torch.ones(p.shape).to_sparse()
-    return RuntimeError, "does not support sparse gradients"
+    return "does not support sparse gradients"
 
 
 def make_overlap(optimizer, p):
     p.data = torch.ones(1).expand(p.shape)
-    return RuntimeError, "single memory location|overlap|share"
+    return "single memory location|overlap|share"
 
 
-def make_another_shape(optimizer, p):
-    key = state_of(optimizer, p)
-    optimizer.state[p][key] = torch.zeros(3)
-    return RuntimeError, f"{key} of (a )?parameter"
-
-
-def make_another_dtype(optimizer, p):
-    key = state_of(optimizer, p)
-    optimizer.state[p][key] = torch.zeros(optimizer.state[p][key].shape, dtype=torch.int64)
-    return (RuntimeError, ValueError, TypeError), key
-
-
-def make_another_memory(optimizer, p):
-    key = state_of(optimizer, p)
-    optimizer.state[p][key].data = torch.zeros(7)
-    return RuntimeError, f"{key} of parameter 2 must have shape"
-
-
-def make_wider_memory(optimizer, p):
-    key = state_of(optimizer, p)
-    optimizer.state[p][key].data = optimizer.state[p][key].double()
-    return RuntimeError, f"{key} of parameter 2 must have dtype"
+def make_shared(optimizer, p):
+    """With another one, in one element."""
+    other = members(optimizer)[1]
+    memory = torch.ones(p.numel() + other.numel() - 1)
+    p.data = memory[: p.numel()].view(p.shape)
+    other.data = memory[p.numel() - 1 :].view(other.shape)
+    return "params must not share memory"
 
 
 def make_larger(optimizer, p):
     """As in torch: the states do not fit."""
     p.data = torch.ones(9, *p.shape[1:])
     p.grad = torch.ones_like(p)
-    return RuntimeError, "of (a )?parameter.* must have shape"
+    return "of (a )?parameter.* must have shape"
 
 
-SPOILS = (
-    make_sparse, make_overlap, make_another_shape, make_another_dtype, make_another_memory,
-    make_wider_memory, make_larger,
-)  # fmt: skip
+def make_state(change, message, in_place=False):
+    """A change of the first state with more elements than a count, or of its memory."""
+
+    def spoil(optimizer, p):
+        entry = optimizer.state[p]
+        key = next(key for key in entry if key != "step")
+        if in_place:
+            entry[key].data = change(entry[key])
+        else:
+            entry[key] = change(entry[key])
+        return message.format(key)
+
+    return spoil
+
+
+def zeros(size):
+    return lambda _: torch.zeros(size)
+
+
+SPOILS = {  # and of which optimizers
+    "sparse": (make_sparse, ALL),
+    "overlap": (make_overlap, ALL),
+    "shared": (make_shared, (*NAMES, "Muon")),
+    "larger": (make_larger, NAMES),
+    "another shape": (make_state(zeros(3), "{} of (a )?parameter"), ALL),
+    "another dtype": (make_state(torch.Tensor.long, "{}"), ALL),
+    "another memory": (make_state(zeros(7), "{} of parameter 2 must have shape", True), NAMES),
+    "wider memory": (make_state(torch.Tensor.double, "{} of .* 2 must have dtype", True), NAMES),
+}
 
 
 @pytest.mark.parametrize(
-    "spoil, name",
-    [(spoil, name) for spoil in SPOILS for name in (ALL if spoil in SPOILS[:4] else NAMES)],
+    "spoil, name", [(spoil, name) for spoil, (_, names) in SPOILS.items() for name in names]
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(spoil, name):
-    first = spoil in (make_sparse, make_overlap)
+    first = spoil in ("sparse", "overlap", "shared")
     for taken in (0, 2) if first else (2,):
-        for extras in ({}, {"max_grad_norm": 1.0}) if spoil is make_sparse else ({},):
+        for extras in ({}, {"max_grad_norm": 1.0}) if spoil == "sparse" else ({},):
             optimizer = steps(like(name, dtype=F32, **extras), taken)
             give_gradients(optimizer, 99)
-            error, message = spoil(optimizer, members(optimizer)[2])
-            with unchanged(optimizer), pytest.raises(error, match=message):
+            message = SPOILS[spoil][0](optimizer, members(optimizer)[2])
+            errors = (RuntimeError, ValueError, TypeError) if "dtype" in spoil else RuntimeError
+            with unchanged(optimizer), pytest.raises(errors, match=message):
                 optimizer.step()
 
 
@@ -422,17 +427,14 @@ def test_not_finite_and_far_out_as_torch(dtype, name):
         results = []
         for cls, working in ((ours(name), dtype), (stock(name), F32)):
             p = torch.full((211,), 0.5, dtype=working, requires_grad=True)
-            flags = {**FLAGS[name], "weight_decay": 0.0}
-            optimizer = cls([p], **flags)
+            optimizer = cls([p], **{**FLAGS[name], "weight_decay": 0.0})
             for _ in range(number):
                 p.grad = gradient.to(working)
                 optimizer.step()
-            results.append((p.detach(), optimizer.state_dict()["state"][0]))
-        (found, entries), (expected, stock_entries) = results
-        pairs = {"param": (found, expected.to(dtype))}
-        for key in set(entries) - {"step"}:
-            pairs[key] = (entries[key], stock_entries[key].to(dtype))
-        for key, (one, two) in pairs.items():
+            results.append({"param": p.detach(), **optimizer.state_dict()["state"][0]})
+        found, expected = results
+        for key in found.keys() - {"step"}:
+            one, two = found[key], expected[key].to(dtype)
             assert torch.equal(one.isnan(), two.isnan()), f"{key} after {number}"
             assert torch.equal(one.isinf(), two.isinf()), f"{key} after {number}"
             finite = two.isfinite()

@@ -6,15 +6,7 @@ import torch
 import onepass
 from onepass.optim.checks import refuse_shared_memory
 from tests.optim import test_ema, test_fuse, test_state
-from tests.optim.cases import (
-    ALL,
-    MODES,
-    give_gradients,
-    kin_names,
-    like,
-    made,
-    members,
-)
+from tests.optim.cases import ALL, MODES, give_gradients, kin_names, like, made, members
 from tests.support.dtypes import BF16, F32, F64
 
 

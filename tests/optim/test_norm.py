@@ -3,6 +3,7 @@
 import copy
 import math
 
+import psutil
 import pytest
 import torch
 
@@ -122,6 +123,37 @@ def test_steps_that_are_skipped(bad, mode, name):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    psutil.virtual_memory().available < 10 << 30, reason="needs 10 GiB of free memory"
+)
+def test_more_elements_than_32_bits_can_count():
+    """Both ends of a parameter, and the border, are stepped; the norm counts all of them."""
+    torch.set_num_threads(2)
+    elements = (1 << 31) + 4097
+    p = torch.nn.Parameter(torch.ones(elements, dtype=torch.bfloat16))
+    p.grad = torch.zeros(elements, dtype=torch.bfloat16)
+    places = [0, (1 << 31) - 1, 1 << 31, elements - 1]
+    for place in places:
+        p.grad[place] = 1.0
+    optimizer = onepass.optim.SGD([p], lr=0.5, max_grad_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 2.0
+    # Clipped to a norm of one, each of the four gradients is a half.
+    assert [p[place].item() for place in places] == [0.75] * 4
+    assert p.detach()[1:1000].eq(1).all() and p.detach()[-1000:-1].eq(1).all()
+
+
+@names
+def test_zeroed_gradients_with_gaps_and_none(name):
+    optimizer = made(name, ((6,), (5,)), zero_grads=True)
+    whole = torch.full((12,), 7.0)
+    members(optimizer)[0].grad = whole[::2]
+    optimizer.step()
+    assert (whole[::2] == 0).all() and (whole[1::2] == 7).all()
+    assert members(optimizer)[1].grad is None
+
+
 # ---- GradScaler ----------------------------------------------------------------------------------
 
 
@@ -181,16 +213,3 @@ def test_a_scaler_in_any_order(limit, name):
         results.append([p.detach() for p in members(optimizer)] + norm)
     for other in results[1:]:
         assert all(same(one, two) for one, two in zip(results[0], other, strict=True))
-
-
-# ---- gradients set to zeros ----------------------------------------------------------------------
-
-
-@names
-def test_zeroed_gradients_with_gaps_and_none(name):
-    optimizer = made(name, ((6,), (5,)), zero_grads=True)
-    whole = torch.full((12,), 7.0)
-    members(optimizer)[0].grad = whole[::2]
-    optimizer.step()
-    assert (whole[::2] == 0).all() and (whole[1::2] == 7).all()
-    assert members(optimizer)[1].grad is None

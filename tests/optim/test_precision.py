@@ -6,6 +6,7 @@ in a million, and the seeds are fixed.
 """
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -51,14 +52,8 @@ def test_remainder16_is_bitwise_fp32(maximize, state_dtype, name):
     results = []
     for master in ("fp32", "remainder16"):
         torch.manual_seed(8)
-        optimizer = made(
-            name,
-            (*SHAPES, (60_001,)),
-            BF16,
-            master=master,
-            state_dtype=state_dtype,
-            maximize=maximize,
-        )
+        options = dict(master=master, state_dtype=state_dtype, maximize=maximize)
+        optimizer = made(name, (*SHAPES, (60_001,)), BF16, **options)
         with torch.no_grad():  # zeros of both signs, subnormal and large numbers
             members(optimizer)[3].fill_(-0.0)
             members(optimizer)[1][:1000] *= 2.0 ** torch.arange(-120, 120).repeat(5)[:1000]
@@ -89,18 +84,18 @@ def test_ties_go_away_from_zero(master):
 NEXT = {BF16: 2**-7, F16: 2**-10}  # from 1 to the next number
 
 
-def raised(fraction, dtype=BF16, seed=0, count=1, elements=ELEMENTS, sign=1.0, params=1):
-    """Which of `elements` ones were rounded up when a step adds `fraction` of the distance to the
-    next number: (count, params, elements)."""
+def raised(fraction, dtype=BF16, seed=0, count=1, sign=1.0, params=1):
+    """Which of ELEMENTS ones were rounded up when a step adds `fraction` of the distance to the
+    next number: (count, params, ELEMENTS)."""
     torch.manual_seed(seed)
-    made_of = [torch.ones(elements, dtype=dtype).requires_grad_() for _ in range(params)]
+    made_of = [torch.ones(ELEMENTS, dtype=dtype).requires_grad_() for _ in range(params)]
     optimizer = onepass.optim.SGD(made_of, lr=1.0, master="stochastic")
     found = []
     for _ in range(count):
         for p in made_of:
             with torch.no_grad():
                 p.fill_(sign)
-            p.grad = torch.full((elements,), -sign * fraction * NEXT[dtype], dtype=dtype)
+            p.grad = torch.full_like(p, -sign * fraction * NEXT[dtype])
             assert p.grad[0] == -sign * fraction * NEXT[dtype]
         optimizer.step()
         after = [p.detach().float() * sign for p in made_of]
@@ -128,14 +123,10 @@ def test_stochastic_rounding_of_any_step_is_unbiased(dtype, name):
     start = (torch.randn(ELEMENTS).sign() * (0.1 + torch.rand(ELEMENTS))).to(dtype)
     gradient = torch.randn(ELEMENTS).to(dtype)
     results = []
-    for cls, working, extras in (
-        (ours(name), dtype, {"master": "stochastic", "state_dtype": F32}),
-        (ours(name), F32, {}),
-    ):
+    for working, extras in ((dtype, {"master": "stochastic", "state_dtype": F32}), (F32, {})):
         p = start.clone().to(working).requires_grad_()
         p.grad = gradient.to(working)
-        optimizer = cls([p], **FLAGS[name], **extras)
-        optimizer.step()
+        ours(name)([p], **FLAGS[name], **extras).step()
         results.append(p.detach().double())
     found, exact = results
     _, exponent = torch.frexp(exact)
@@ -351,13 +342,6 @@ def code_values(width):
     return torch.tensor(values, dtype=F64)
 
 
-def in_blocks(found, exact):
-    """Both as (blocks, 256) parts of the exact block's largest magnitude; those magnitudes."""
-    exact = exact.double().view(-1, BLOCK)
-    largest = exact.abs().amax(1, keepdim=True)
-    return found.double().view(-1, BLOCK) / largest, exact / largest, largest
-
-
 def moments(name, gradient, **extras):
     p = torch.zeros(gradient.numel(), requires_grad=True)
     optimizer = ours(name)([p], **FLAGS[name], **extras)
@@ -366,10 +350,10 @@ def moments(name, gradient, **extras):
     return optimizer.state_dict()["state"][0]
 
 
-def varied(blocks=64):
-    """Blocks of magnitudes 1e-8 to 1e8 whose elements span six orders of magnitude."""
-    gradient = torch.randn(blocks, BLOCK) * 10 ** (-6 * torch.rand(blocks, BLOCK))
-    gradient *= 10 ** torch.linspace(-8, 8, blocks)[:, None]
+def varied():
+    """64 blocks of magnitudes 1e-8 to 1e8 whose elements span six orders of magnitude."""
+    gradient = torch.randn(64, BLOCK) * 10 ** (-6 * torch.rand(64, BLOCK))
+    gradient *= 10 ** torch.linspace(-8, 8, 64)[:, None]
     gradient[:, 7] = 0.0
     return gradient.flatten()
 
@@ -378,8 +362,12 @@ def of_codes(name, key, width):
     """(what is kept in 8 bits, what is exact) in parts of a block's largest; for each exact part
     the codes' values below and above its magnitude."""
     gradient = varied()
-    exact = moments(name, gradient)[key]
-    found, parts, _ = in_blocks(moments(name, gradient, state_dtype="int8")[key], exact)
+    exact, kept = (
+        moments(name, gradient, state_dtype=dtype)[key].double().view(-1, BLOCK)
+        for dtype in (None, "int8")
+    )
+    largest = exact.abs().amax(1, keepdim=True)
+    found, parts = kept / largest, exact / largest
     values = code_values(width)
     index = torch.searchsorted(values, parts.abs().clamp(max=1.0)).clamp(min=1)
     assert (found[:, 7] == 0).all()
@@ -441,15 +429,10 @@ def test_states_in_8_bits_take_a_quarter_of_the_memory(name):
     """And 2 bytes more per 64 elements for the blocks' scales."""
 
     def state_bytes(state_dtype):
-        p = torch.zeros(1 << 16, requires_grad=True)
-        optimizer = ours(name)([p], **FLAGS[name], state_dtype=state_dtype)
-        steps(optimizer, 1)
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in optimizer.state[p].values()
-            if torch.is_tensor(tensor) and tensor.dim()
-        }
-        return sum(storages.values())
+        optimizer = steps(made(name, (1 << 16,), state_dtype=state_dtype), 1)
+        (entry,) = optimizer.state.values()
+        storages = [tensor.untyped_storage() for tensor in entry.values() if tensor.dim()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     assert state_bytes("int8") <= state_bytes(F32) * (1 / 4 + 1 / 256) + 4096
 
@@ -464,3 +447,49 @@ def test_a_master_in_another_order_is_stepped(mode, name):
     key = "master" if mode == "fp32" else "remainder"
     optimizer.state[p][key] = optimizer.state[p][key].T.contiguous().T
     assert_same(snapshot(steps(optimizer, 1, first=1)), snapshot(expected))
+
+
+# ---- what stalls is warned of --------------------------------------------------------------------
+
+ONE = r"with master=None are .*: parameters are"
+BOTH = "with master=None and state_dtype=None are .*: parameters and second moments are rounded to"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    "name, options, message",
+    [("AdamW", {}, BOTH), ("Adam", {}, BOTH), ("AdamW", {"state_dtype": BF16}, ONE)]
+    + [("AdamW", {"state_dtype": "int8"}, ONE), ("SGD", {"momentum": 0.9}, ONE)]
+    + [(name, {}, ONE) for name in ("Lion", "Muon", "LAMB", "Adafactor")],
+)
+def test_what_is_known_to_stall_is_warned_of_by_name(name, options, message, dtype):
+    params = [torch.ones(4, 4, dtype=dtype).requires_grad_()]
+    word = str(dtype).removeprefix("torch.")
+    with pytest.warns(UserWarning, match=f"^{name}: {word} parameters {message}") as caught:
+        ours(name)(params, **options)
+    assert len(caught) == 1
+
+
+def test_of_muon_and_adamw_each_group_is_warned_of():
+    params = [torch.ones(4, 4, dtype=BF16).requires_grad_() for _ in range(2)]
+    groups = [{"params": [p], "use_muon": k == 0} for k, p in enumerate(params)]
+    with pytest.warns(UserWarning) as caught:
+        onepass.optim.MuonWithAdamW(groups)
+    muon, adamw = (str(warning.message) for warning in caught)
+    assert "second moments" not in muon and "second moments" in adamw
+
+
+@names
+@pytest.mark.parametrize("master", [None, "fp32", "remainder16", "stochastic"])
+def test_nothing_else_is_warned_of(master, name, recwarn):
+    made(name, SHAPES, BF16 if master else F32, master=master)
+    assert not recwarn.list
+
+
+def test_a_warning_is_given_once():
+    """By Python's default filter."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            onepass.optim.AdamW([torch.ones(4, dtype=BF16, requires_grad=True)])
+    assert len(caught) == 1

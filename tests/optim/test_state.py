@@ -68,10 +68,8 @@ def test_as_torchs(name, flags):
         for key, value in entries.items():
             one = found["state"][index][key]
             assert (type(one), one.dtype, one.shape) == (type(value), value.dtype, value.shape)
-    assert found["param_groups"] == expected["param_groups"]
-    assert [list(group) for group in found["param_groups"]] == [
-        list(group) for group in expected["param_groups"]
-    ]
+    # With the order of settings.
+    assert str(found["param_groups"]) == str(expected["param_groups"])
     plain, torchs = (cls(members(first)) for cls in (ours(name), stock(name)))
     assert isinstance(plain, stock(name))
     assert plain.defaults == torchs.defaults and plain.param_groups == torchs.param_groups
@@ -170,12 +168,11 @@ def test_a_checkpoint_of_parameters_laid_out_otherwise(mode, name):
     """Elements of states and parameters correspond by index, not by memory order."""
     shape = (2, 30, 4, 20)
     whole = steps(made(name, (shape, (50, 90)), BF16, **MODES[mode]), 3)
-    params = [
-        members(whole)[0].detach().clone(memory_format=torch.channels_last).requires_grad_(),
-        members(whole)[1].detach().t().contiguous().t().requires_grad_(),
-    ]
-    assert not params[0].is_contiguous() and not params[1].is_contiguous()
-    new = ours(name)(params, **FLAGS[name], **MODES[mode])
+    new = over_copies(name, whole, **MODES[mode])
+    images, matrix = members(new)
+    images.data = images.data.clone(memory_format=torch.channels_last)
+    matrix.data = matrix.data.t().contiguous().t()
+    assert not images.is_contiguous() and not matrix.is_contiguous()
     new.load_state_dict(through_a_file(whole.state_dict()))
     back = resumed(name, new, **MODES[mode])
     expected = snapshot(steps(whole, 2, first=3))
@@ -194,6 +191,8 @@ LOADED = [
     ({"master": "fp32", "state_dtype": BF16}, {"master": "fp32"}, F32),
     ({"master": "remainder16", "state_dtype": BF16}, {"master": "remainder16"}, F32),
     ({"master": "fp32"}, {"master": "stochastic"}, F32),
+    ({"master": "fp32"}, {}, F32),
+    ({"master": "remainder16"}, {}, F32),
     ({}, {"state_dtype": F32}, F32),
 ]
 
@@ -203,7 +202,8 @@ LOADED = [
 @pytest.mark.parametrize("saved, loads, moments", LOADED, ids=str)
 @pytest.mark.grid
 def test_states_are_never_cast_down(saved, loads, moments, dtype, name):
-    """Optimizer.load_state_dict of torch casts them to the parameter's dtype."""
+    """Optimizer.load_state_dict of torch casts them to the parameter's dtype. Only masters that
+    nobody asked for are dropped."""
     if saved.get("master") == "remainder16":
         dtype = BF16
     whole = steps(made(name, SHAPES, dtype, **saved), 3)
@@ -215,6 +215,9 @@ def test_states_are_never_cast_down(saved, loads, moments, dtype, name):
             if key != "master" or loads["master"] == "fp32":
                 assert same(new.state[p][key], found)
     steps(new, 2, first=3)
+    for entries in new.state_dict()["state"].values():
+        assert ("master" in entries) == (loads.get("master") in ("fp32", "remainder16"))
+        assert "remainder" not in entries
     if saved == {"state_dtype": F32, **loads}:
         assert_same(snapshot(new), snapshot(steps(whole, 2, first=3)))
 
@@ -274,30 +277,28 @@ def test_tensor_lr_and_names_of_parameters_survive():
 
 
 @names
-@pytest.mark.parametrize("kinds", [("fp32", "remainder16"), ("remainder16", "fp32")], ids=str)
-def test_masters_are_converted(kinds, name):
-    """Both forms hold the same master, so a run continues, bit for bit, with the other form."""
-    whole = steps(made(name, SHAPES, BF16, master=kinds[0]), 3)
-    new = resumed(name, whole, master=kinds[1])
-    steps(new, 3, first=3), steps(whole, 3, first=3)
-    back = resumed(name, new, master=kinds[0])
-    assert_same(snapshot(back), without_gradients(whole))
-
-
-@names
-@pytest.mark.parametrize("target", ["fp32", "remainder16"])
-def test_remainders_that_were_saved_are_loaded(target, name):
-    """Older checkpoints held remainders."""
-    whole = steps(made(name, SHAPES, BF16, master="remainder16"), 3)
+@pytest.mark.parametrize(
+    "kind, other, is_old",
+    [("fp32", "remainder16", False)]
+    + [
+        ("remainder16", other, is_old)
+        for other in ("fp32", "remainder16")
+        for is_old in (False, True)
+    ],
+)
+def test_masters_are_converted(kind, other, is_old, name):
+    """Both forms hold the same master, so a run continues, bit for bit, with the other form. Older
+    checkpoints held remainders."""
+    whole = steps(made(name, SHAPES, BF16, master=kind), 3)
     saved = whole.state_dict()
-    for index, p in enumerate(members(whole)):
-        assert whole.state[p]["remainder"].dtype is torch.int16
-        assert whole.state[p].keys() - {"remainder"} == saved["state"][index].keys() - {"master"}
-        del saved["state"][index]["master"]
-        saved["state"][index]["remainder"] = whole.state[p]["remainder"]
-    new = resumed(name, whole, through_a_file(saved), master=target)
-    steps(new, 3, first=3), steps(whole, 3, first=3)
-    assert_same(snapshot(new), snapshot(whole))
+    for p, entry in zip(members(whole), saved["state"].values(), strict=True):
+        assert whole.state[p].keys() - {"remainder"} == entry.keys() - {"master"} or kind == "fp32"
+        if is_old:
+            del entry["master"]
+            entry["remainder"] = whole.state[p]["remainder"]
+    new = resumed(name, whole, through_a_file(saved), master=other)
+    assert_same(snapshot(steps(new, 3, first=3)), snapshot(steps(whole, 3, first=3)))
+    assert_same(snapshot(resumed(name, new, master=kind)), without_gradients(whole))
 
 
 @names
@@ -311,17 +312,6 @@ def test_masters_are_made_from_the_parameter(dtype, name):
     assert all(same(p, was) for p, was in zip(members(new), before, strict=True))
     for index, was in enumerate(before):
         assert same(new.state_dict()["state"][index]["master"], was.float())
-
-
-@names
-@pytest.mark.parametrize("master", ["fp32", "remainder16"])
-def test_masters_are_dropped(master, name):
-    whole = steps(made(name, SHAPES, BF16, master=master), 3)
-    new = resumed(name, whole)
-    assert all(same(p, q) for p, q in zip(members(new), members(whole), strict=True))
-    steps(new, 1)
-    for entries in new.state_dict()["state"].values():
-        assert not {"master", "remainder"} & set(entries)
 
 
 @torch_names
@@ -419,13 +409,12 @@ def test_parameters_changed_from_outside_are_used(mode, name):
     results = []
     for how in ("written", "other memory", "loaded"):
         optimizer = steps(made(name, SHAPES, BF16, **extras), 2)
-        values = [torch.full_like(p.detach(), 3.0) for p in members(optimizer)]
+        values = [torch.full_like(p, 3.0, requires_grad=True) for p in members(optimizer)]
         if how == "loaded":  # the state without masters, which then are made from the parameters
             checkpoint = copy.deepcopy(optimizer.state_dict())
             for entries in checkpoint["state"].values():
                 entries.pop("master", None)
-            params = [value.requires_grad_() for value in values]
-            optimizer = ours(name)(params, **FLAGS[name], **extras)
+            optimizer = ours(name)(values, **FLAGS[name], **extras)
             optimizer.load_state_dict(checkpoint)
         else:
             for p, value in zip(members(optimizer), values, strict=True):
@@ -433,7 +422,7 @@ def test_parameters_changed_from_outside_are_used(mode, name):
                     with torch.no_grad():
                         p.copy_(value)
                 else:
-                    p.data = value
+                    p.data = value.detach()
         results.append(snapshot(steps(optimizer, 2, first=2)))
     assert_same(results[0], results[2], "written")
     assert_same(results[1], results[2], "other memory")

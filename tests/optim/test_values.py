@@ -11,16 +11,9 @@ from tests.optim.cases import (
     DETERMINISTIC,
     FLAGS,
     OF_A_GROUP,
-    QUARTER,
-    SCALES,
-    SIZES,
-    ReferenceLion,
     all_names,
     assert_same,
     built,
-    check_against_stock,
-    check_run,
-    drawn,
     give_gradients,
     like,
     made,
@@ -28,7 +21,6 @@ from tests.optim.cases import (
     names,
     options_of,
     ours,
-    run,
     same,
     shapes_of,
     snapshot,
@@ -36,6 +28,75 @@ from tests.optim.cases import (
     stock,
 )
 from tests.support.dtypes import BF16, F16, F32, F64
+
+STEPS = 100
+WATCHED = (1, 2, 10, STEPS)
+SCALES = (1e-4, 1e-2, 1.0, 1e2)  # of the gradients, a quarter of the elements each
+QUARTER = 1280
+# Together four quarters; odd ones, whole vectors, one more than a piece.
+SIZES = (1, 7, 16, 17, 255, 257, 470, 4097)
+
+
+def drawn(dtype=F32, elements=4 * QUARTER, count=STEPS):
+    """(start, gradients): parameters off zero, gradients of four scales with a fixed direction."""
+    start = torch.randn(elements).sign() * (0.1 + torch.rand(elements))
+    scale = torch.tensor(SCALES).repeat_interleave(elements // len(SCALES))
+    direction = torch.randn(elements)
+    gradients = [(direction + torch.randn(elements)) * scale for _ in range(count)]
+    return start.to(dtype), [gradient.to(dtype) for gradient in gradients]
+
+
+def run(cls, start, gradients, dtype=F32, sizes=None, watched=WATCHED, **flags):
+    """{"param" or the state's key: its values after the watched steps, in a row}."""
+    sizes = sizes or [start.numel()]
+    flags = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in flags.items()}
+    params = [piece.clone().requires_grad_() for piece in start.to(dtype).split(sizes)]
+    optimizer = cls(params, **flags)
+    seen = {}
+    for number, gradient in enumerate(gradients, 1):
+        for p, piece in zip(params, gradient.to(dtype).split(sizes), strict=True):
+            p.grad = piece.clone()
+        optimizer.step()
+        if number in watched:
+            entries = optimizer.state_dict()["state"]
+            seen.setdefault("param", []).append(torch.cat([p.detach() for p in params]))
+            for key in entries.get(0, {}):
+                values = [entries[index][key] for index in range(len(params))]
+                values = [torch.as_tensor(v).detach().clone().reshape(-1) for v in values]
+                seen.setdefault(key, []).append(torch.cat(values))
+    return seen
+
+
+def check_run(found, ref, base, keys, keep=None, case=""):
+    """The rule over all watched steps together, for every scale of gradients by itself."""
+    for key in keys:
+        for quarter in range(len(SCALES)):
+            part = slice(quarter * QUARTER, (quarter + 1) * QUARTER)
+            pooled = [
+                [draw[part] if keep is None else draw[part][keep[part]] for draw in draws[key]]
+                for draws in (found, ref, base)
+            ]
+            numerics.assert_close(*pooled, case=f"{case} {key}, scale {SCALES[quarter]}")
+
+
+def three_runs(name, count=STEPS, theirs=None, **flags):
+    """Of ours over several tensors; of torch in float64 and, as base, in float32 with as many steps
+    over the same elements, so that accumulated rounding errors are comparable."""
+    start, gradients = drawn(count=count)
+    found = run(ours(name), start, gradients, sizes=SIZES, **flags)
+    flags.update(theirs or {})
+    ref, base = (run(stock(name), start, gradients, dtype, **flags) for dtype in (F64, F32))
+    assert set(found) == set(base) - {"closest"}
+    return found, ref, base
+
+
+def check_against_stock(name, keys, **flags):
+    found, ref, base = three_runs(name, **flags)
+    check_run(found, ref, base, keys, case=f"{name} {flags}")
+    if "step" in base:
+        assert [float(t[0]) for t in found["step"]] == [float(t[0]) for t in base["step"]]
+        assert all((t == t[0]).all() and t.dtype == F32 for t in found["step"])
+
 
 # ---- values: float32 -----------------------------------------------------------------------------
 
@@ -86,27 +147,20 @@ def test_sgd(momentum, options):
 @pytest.mark.parametrize("flags", by_pairs(**SETTINGS, betas=((0.9, 0.99), (0.5, 0.8))), ids=str)
 def test_lion(flags):
     """Elements whose update is within float32's error of zero are left out: its sign is open."""
-    start, gradients = drawn()
-    found = run(ours("Lion"), start, gradients, sizes=SIZES, **flags)
-    ref = run(ReferenceLion, start, gradients, F64, **flags)
-    base = run(ReferenceLion, start, gradients, **flags)
+    found, ref, base = three_runs("Lion", **flags)
     scale = torch.tensor(SCALES).repeat_interleave(QUARTER)
     keep = ref["closest"][-1] > 1e-6 * scale
     assert keep.float().mean() > 0.99
-    assert set(found) == {"param", "exp_avg"}
     check_run(found, ref, base, ["param", "exp_avg"], keep)
 
 
 @pytest.mark.isa
 def test_betas_as_tensors_and_decoupled_decay_of_adam():
     betas = (torch.tensor(0.8), torch.tensor([[0.95]]))
-    numbers = tuple(float(beta) for beta in betas)
-    start, gradients = drawn(count=10)
     flags = {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    found = run(ours("Adam"), start, gradients, betas=betas, **flags)
-    ref = run(stock("Adam"), start, gradients, F64, betas=numbers, **flags)
-    base = run(stock("Adam"), start, gradients, betas=numbers, **flags)
-    check_run(found, ref, base, ["param", "exp_avg", "exp_avg_sq"])
+    numbers = {"betas": tuple(map(float, betas))}
+    runs = three_runs("Adam", 10, numbers, betas=betas, **flags)
+    check_run(*runs, ["param", "exp_avg", "exp_avg_sq"])
 
 
 @names

@@ -24,7 +24,7 @@ INT8 = torch.uint8
 ADAM, SGD, LION = map(ALGORITHMS.get, ("Adam", "SGD", "Lion"))
 MOMENTS = {ADAM: 2, SGD: 1, LION: 1}
 MOMENT_TYPES = (F32, BF16, F16, F64, INT8)
-PIECE = 4096
+PIECE = 4096  # elements that a thread takes together
 KERNELS = ("optimizer/step.cu", "optimizer/gradients.cu")
 
 SETTINGS = Hyper(
@@ -110,7 +110,8 @@ class Step:
 def shifted(tensor: Tensor) -> Tensor:
     """The same, 8 bytes beyond a multiple of 16."""
     ahead = 8 // tensor.itemsize
-    return torch.empty(tensor.numel() + ahead, dtype=tensor.dtype)[ahead:].copy_(tensor)
+    memory = torch.empty(tensor.numel() + ahead, dtype=tensor.dtype)
+    return memory[ahead:].view(tensor.shape).copy_(tensor)
 
 
 def make(

@@ -8,12 +8,12 @@ import torch
 from onepass import _dispatch_log, numerics, reference
 from onepass.optim import clip_grad_norm_
 from tests.emulator.executors import everywhere
+from tests.optimizer.cases import PIECE, shifted
 from tests.support.dtypes import BF16, F16, F32, F64
 
 INF = float("inf")
 ORDERS = (1.0, 2.0, INF)
 op = torch.ops.onepass.clip_grad_norm
-PIECE = 4096  # elements that a thread takes together
 
 
 def parameters(*sizes, dtype=F32, scale=1.0):
@@ -24,14 +24,6 @@ def parameters(*sizes, dtype=F32, scale=1.0):
         parameter.grad = (torch.randn(size) * scale).to(dtype)
         made.append(parameter)
     return made
-
-
-def shifted(parameter):
-    """Makes its gradient begin 8 bytes after a multiple of 16."""
-    gradient, ahead = parameter.grad, 8 // parameter.grad.itemsize
-    memory = torch.empty(gradient.numel() + ahead, dtype=gradient.dtype)
-    parameter.grad = memory[ahead:].view(gradient.shape).copy_(gradient)
-    return parameter
 
 
 def copies(of):
@@ -52,12 +44,10 @@ def check(of, max_norm, order=2.0):
     found = clip_grad_norm_(of, max_norm, order)
     assert found.shape == () and found.dtype == stock_norm.dtype
     numerics.assert_close(found, norm, stock_norm)
-    stock_gradients = [p.grad for p in stock if p.grad is not None]
-    ours = [p.grad for p in of if p.grad is not None]
-    for one, ref, base in zip(ours, expected, stock_gradients, strict=True):
+    ours, bases = ([p.grad for p in ps if p.grad is not None] for ps in (of, stock))
+    for one, ref, base in zip(ours, expected, bases, strict=True):
         if one.numel():
             numerics.assert_close(one, ref, base)
-    return found
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -70,8 +60,11 @@ def check(of, max_norm, order=2.0):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_values(order, dtype, max_norm):
     sizes = [1, 7, (3, 5), 64, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 77]
-    check(parameters(*sizes, dtype=dtype, scale=0.1), max_norm, order)
-    check([shifted(p) for p in parameters(*sizes, dtype=dtype, scale=0.1)], max_norm, order)
+    for is_aligned in (True, False):
+        of = parameters(*sizes, dtype=dtype, scale=0.1)
+        for p in of:
+            p.grad = p.grad if is_aligned else shifted(p.grad)
+        check(of, max_norm, order)
 
 
 @everywhere
@@ -167,14 +160,6 @@ def test_messages():
             torch.ops.onepass.gradient_norm(gradients, order)
 
 
-def test_the_norm_is_float64():
-    for dtype in (F32, BF16, F64):
-        gradients = [torch.randn(size).to(dtype) for size in (5, 0, 5000)]
-        norm = torch.ops.onepass.gradient_norm(gradients)
-        assert norm.dtype is F64
-        assert abs(norm / torch.cat([g.double() for g in gradients]).norm() - 1) < 1e-6
-
-
 # ---- extremes ------------------------------------------------------------------------------------
 
 
@@ -202,7 +187,7 @@ def test_squares_beyond_float32(dtype, order):
     expected = torch.linalg.vector_norm(torch.cat([p.grad.double() for p in of]), order)
     direction = of[0].grad.double() / expected
     norm = torch.ops.onepass.gradient_norm([p.grad for p in of], order)
-    assert abs(norm / expected - 1) < 1e-6
+    assert norm.dtype is F64 and abs(norm / expected - 1) < 1e-6
     if norm < 3e38:
         clip_grad_norm_(of, 2.0, order)
         assert (of[0].grad.double() - 2 * direction).abs().max() < 2 * torch.finfo(dtype).eps
@@ -232,7 +217,8 @@ def test_nan_beside_infinity(order):
     for dtype in (F32, BF16, F16, F64):
         (p,) = parameters(5000, dtype=dtype)
         p.grad[[3, 1000]] = torch.tensor([INF, float("nan")], dtype=dtype)
-        assert torch.ops.onepass.gradient_norm([p.grad], order).isnan()
+        norm = torch.ops.onepass.gradient_norm([p.grad], order)
+        assert norm.isnan() and norm.dtype is F64
 
 
 @pytest.mark.parametrize("order", ORDERS)

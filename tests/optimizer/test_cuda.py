@@ -305,7 +305,6 @@ def test_addresses_that_are_not_aligned(counts, operands):
 # ---- traffic -------------------------------------------------------------------------------------
 
 # AdamW, bytes per parameter: read, written; table 3c of the reference.
-# AdamW, bytes per parameter: read, written; table 3c of the reference.
 ONE_PASS = {
     "f32": (F32, F32, F32, None, 16, 12),
     "f32, bf16 state": (F32, F32, BF16, None, 12, 8),

@@ -8,10 +8,10 @@ import torch
 
 from onepass import _dispatch_log
 from onepass.optim.contract import ALGORITHMS, LAYOUT, Hyper
+from tests.optimizer.cases import PIECE
 from tests.support.dtypes import BF16, F32, F64
 
 INF = float("inf")
-PIECE = 4096  # elements that a thread takes together
 
 step_op = torch.ops.onepass.optimizer_step.default
 make_table = torch.ops.onepass.optimizer_table.default

@@ -75,16 +75,8 @@ def spent() -> float:
     return time.process_time() + compiled.children() + elsewhere
 
 
-def dear(costs: dict[str, float]) -> list[str]:
-    """The files that took more than their budget."""
-    return _beyond(costs, 1)
-
-
-def too_dear(costs: dict[str, float]) -> list[str]:
-    return _beyond(costs, OVER)
-
-
-def _beyond(costs: dict[str, float], times: int) -> list[str]:
+def dear(costs: dict[str, float], times: int = 1) -> list[str]:
+    """The files that took more than so many times their budget."""
     files = (file for file in costs if not file.startswith("("))
     return [file for file in files if costs[file] > times * BUDGETS.get(file, USUAL)]
 
@@ -118,7 +110,7 @@ class Costs:
     def pytest_sessionfinish(self, session) -> None:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["costs"] = dict(self.costs)
-        elif is_quick(self.config) and too_dear(self.costs):
+        elif is_quick(self.config) and dear(self.costs, OVER):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
@@ -128,7 +120,7 @@ class Costs:
             terminalreporter.line(f"{seconds:8.1f}  {file}")
         terminalreporter.line(f"{sum(self.costs.values()):8.1f}  in all")
         for file in dear(self.costs) if is_quick(self.config) else ():
-            word = "FAILED" if file in too_dear(self.costs) else "more than its budget"
+            word = "FAILED" if file in dear(self.costs, OVER) else "more than its budget"
             budget = BUDGETS.get(file, USUAL)
             terminalreporter.line(
                 f"{word}: {file} took {self.costs[file]:.0f} CPU seconds of {budget} "

@@ -44,11 +44,11 @@ class _Trace:
 
 def run_interrupted(
     call: Callable[[], Any], at: int | None, folders: tuple[str, ...] = (PACKAGE,)
-) -> tuple[bool, int]:
+) -> tuple[bool, _Trace]:
     """Calls `call`, interrupted at its at-th bytecode (None: not at all).
 
     Returns:
-        (whether the interrupt left the call, bytecodes that ran).
+        (whether the interrupt left the call, what ran).
     """
     trace = _Trace(folders, at)
     before = sys.gettrace()
@@ -56,21 +56,16 @@ def run_interrupted(
     try:
         call()
     except KeyboardInterrupt:
-        return True, trace.count
+        return True, trace
     finally:
         sys.settrace(before)
-    return False, trace.count
+    return False, trace
 
 
-def every_instruction(call: Callable[[], Any], folders: tuple[str, ...] = (PACKAGE,)) -> list[int]:
+def every_instruction(call: Callable[[], Any]) -> list[int]:
     """The number of every bytecode; for one that runs often, its first and last run."""
-    trace = _Trace(folders, None)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
+    left, trace = run_interrupted(call, None)
+    assert not left
     return sorted({number for runs in trace.runs.values() for number in runs})
 
 
@@ -79,31 +74,31 @@ def interruptions(
     call: Callable[[Any], Any],
     *,
     most: int = 400,
-    seed: int = 0,
     folders: tuple[str, ...] = (PACKAGE,),
 ) -> Iterator[tuple[int, Any]]:
     """(n, subject) for each n: `subject = make()` after `call(subject)` was interrupted at n.
 
     All n if the call has at most `most` bytecodes, else the first and last quarter of `most` and as
-    many others, drawn for each seed. The last ones are half neighbours, half at doubled distances
+    many others, drawn once. The last ones are half neighbours, half at doubled distances
     from the end: a call may run a dozen bytecodes fewer than the one that was counted. The caller
     compares the subject with one that was never touched; an n whose interrupt `call` swallowed
     fails here.
     """
     subject = make()
-    left, total = run_interrupted(lambda: call(subject), None, folders)
+    left, trace = run_interrupted(lambda: call(subject), None, folders)
+    total = trace.count
     assert not left and total > 0, "the call runs no bytecode of the package"
     points = list(range(1, total + 1))
     if total > most:
         ends = most // 4
-        middle = random.Random(seed).sample(points[ends:-ends], most - 2 * ends)
+        middle = random.Random(0).sample(points[ends:-ends], most - 2 * ends)
         near = ends - ends // 2
         doubled = [total - (near << k) for k in range(1, ends // 2 + 1) if near << k < total]
         points = sorted({*points[:ends], *middle, *doubled, *points[-near:]})
     for at in points:
         subject = make()
-        interrupted, ran = run_interrupted(lambda subject=subject: call(subject), at, folders)
-        assert interrupted or ran < at, f"the interrupt at bytecode {at} of {total} was swallowed"
+        interrupted, trace = run_interrupted(lambda subject=subject: call(subject), at, folders)
+        assert interrupted or trace.count < at, f"the interrupt at {at} of {total} was swallowed"
         if interrupted:
             yield at, subject
 
@@ -116,11 +111,8 @@ def bits(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)(bits(item) for item in value)
-            if type(value) in (list, tuple)
-            else ([bits(item) for item in value])
-        )
+        found = [bits(item) for item in value]
+        return tuple(found) if type(value) is tuple else found
     if isinstance(value, Path):
         return value.read_bytes() if value.exists() else None
     return value

@@ -1,6 +1,6 @@
 """Results of a call by name, against others."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ def assert_close(draws: Sequence[tuple[Results, Results, Results]], text: str) -
         assert found.shape == torchs.shape, f"{text}: {name} has shape {tuple(found.shape)}"
         three = ([draw[index][name] for draw in draws] for index in range(3))
         numerics.assert_close(*three, f"{text}: {name}")
+
+
+def check_cases(results: Callable, cases: Sequence, exact: str = "torchs", **options) -> None:
+    """`results` of a function of each case and the case, pooled, by the numerics rule; those of
+    the function `exact` are right in float64."""
+    draws = []
+    for case in cases:
+        of_exact = results(getattr(case, exact), case, double=True, **options)
+        ours, torchs = (results(of, case, **options) for of in (case.ours, case.torchs))
+        draws.append((ours, of_exact, torchs))
+    assert_close(draws, cases[0].text)
 
 
 def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:

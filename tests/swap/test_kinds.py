@@ -199,12 +199,7 @@ CASES = {
     "group norm, silu in place": group_norm_silu(of(3, 6, 6), inplace=True),
     "group norm, silu in bfloat16": group_norm_silu(of(3, 6, 6, dtype=BF16), BF16),
     "adaptive norm": Case(
-        small_models.adaptive,
-        conditioned(5, 64),
-        "norm",
-        "",
-        "modulated",
-        names=("it", "it.norm"),
+        small_models.adaptive, conditioned(5, 64), "norm", "", "modulated", names=("it", "it.norm")
     ),
     "AdaLayerNorm": modulated("AdaLayerNorm", given=(None,), output_dim=64, chunk_dim=1),
     "AdaLayerNormZero": modulated("AdaLayerNormZero", given=(None,) * 3),

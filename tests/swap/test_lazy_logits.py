@@ -103,8 +103,7 @@ def test_swapped_whole():
 
 
 @pytest.mark.parametrize(
-    ("name", "lazy"),
-    [("Llama", True), ("Gemma2", True), ("Llama", False), ("ModernBert", False)],
+    ("name", "lazy"), [("Llama", True), ("Gemma2", True), ("Llama", False), ("ModernBert", False)]
 )
 def test_a_step_makes_no_logits(name, lazy):
     """Or no copy in float32 of those that it makes in bfloat16."""

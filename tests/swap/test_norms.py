@@ -126,11 +126,7 @@ def test_probe_needs_no_values_and_touches_nothing():
 
 def test_probe_is_isolated_from_the_callers_modes():
     state = torch.get_rng_state()
-    with (
-        torch.no_grad(),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        torch.device("meta"),
-    ):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         norm = foreign_norms.RMS(COLS)
         assert onepass.swap(norm).swapped
     assert torch.equal(torch.get_rng_state(), state)

@@ -9,13 +9,7 @@ from torch import nn
 
 import onepass
 import onepass.integrations.transformers as integration
-from tests.integrations.transformers_cases import (
-    IDS,
-    build,
-    implementations,
-    kinds,
-    run,
-)
+from tests.integrations.transformers_cases import IDS, build, implementations, kinds, run
 from tests.support import fresh
 
 pytestmark = pytest.mark.usefixtures("probed_once")

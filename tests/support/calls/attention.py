@@ -38,7 +38,7 @@ def _paged():
     return own | tables
 
 
-def _terms(dims=4):
+def _terms():
     """The terms that are added to scores, and the mask."""
     return {
         "bias": randn(1, HEADS, ROWS, KEYS, seed=4),

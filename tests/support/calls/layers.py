@@ -250,7 +250,12 @@ def _linear():
     options = {"activation": "relu", "dropout_p": 0.3}
     yield public("linear", everything, " with options", options=options, **of)
 
+    int8 = {"precision": "int8:output+dinput+dweight"}
+    yield public("linear", tensors, " by 8 bits", options=int8, optional=("bias",),
+                 differentiable=True)  # fmt: skip
+
     yield from raw("linear_forward", tensors, optional=("bias",), out_dtype=torch.bfloat16)
+    yield from raw("linear_forward", tensors, optional=("bias",), factor_mask=2)
 
     def backward_tensors():
         return {"doutput": randn(6, 24), "input": randn(6, 40), "weight": randn(24, 40)}
@@ -262,6 +267,11 @@ def _linear():
 
         return run
 
+    def seeded_tensors():
+        return backward_tensors() | {"rounding_seed": torch.tensor([3, 4])}
+
+    yield from raw("linear_backward", seeded_tensors, factor_mask=15, input_dtype=F32,
+                   weight_dtype=F32, bias_dtype=F32)  # fmt: skip
     for op in (RAW.linear_backward, RAW.linear_backward_check):
         optional = ("input", "weight")
         yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)

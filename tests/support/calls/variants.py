@@ -149,6 +149,10 @@ def linears() -> Iterator[Call]:
         given = {"input": randn(*rows, 8, seed=2)} | _some(layer, *names)
         yield variant(f"linear of {rows} rows, {names}", functional.linear,
                       grows={"input": tuple(range(len(rows)))}, **given)  # fmt: skip
+    for precision in ("int8", "int8:output+dinput+dweight+stochastic"):
+        run = partial(functional.linear, precision=precision)
+        given = {"input": randn(13, 8, seed=2)} | layer
+        yield variant(f"linear, {precision}", run, grows={"input": (0,)}, **given)
     grows = {"input": (0,), "residual": (0,)}
     for activation, p in itertools.product((None, *reference.linear.ACTIVATIONS), (0.0, 0.3)):
         for residual in (False, True):
