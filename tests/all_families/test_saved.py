@@ -34,6 +34,7 @@ KEPT = {
     "gelu_mul": ("gate", "up"),
     "cross_entropy": ("input", "target", "weight", (3, 6), ()),
     "linear": NORM,
+    "linear by 8 bits": NORM,
     "linear with options": (*NORM, (6, 24), SEED),
     "scaled_dot_product_attention": (*ATTENTION, "attn_mask", (2, 4, 5), (2, 4, 5)),
     "scaled_dot_product_attention with options": (
