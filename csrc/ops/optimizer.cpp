@@ -151,7 +151,7 @@ Tensor clip_grad_norm(StableListHandle list, double max_norm, double norm_type, 
 // A step of all parameters of a table. The gradients are divided by grad_scale and scaled to
 // max_norm as they are read. If `norm` is not finite or `found_inf` is not zero, nothing changes,
 // except that gradients are zeroed if the call wants that. Returns false if the table is stale;
-// then nothing was done.
+// then nothing was done. With checks_only nothing is done either way.
 bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table,
                     StableListHandle list, const Tensor& hyper) {
   constexpr const char* op = "optimizer_step";
@@ -160,6 +160,7 @@ bool optimizer_step(const StepOptions& options, int64_t algorithm, int64_t table
           kAlgorithms - 1, ", got ", algorithm);
   CheckedStep checked(op, static_cast<Algorithm>(algorithm), table, gradients, hyper, options);
   if (checked.is_stale()) return false;
+  if (options.checks_only) return true;
   const OptimizerStep args = checked.args();
   run_operator(backend().optimizer_step, args, checked.device(),
                [&] { return described(op, checked.text()); });

@@ -119,7 +119,8 @@ void optimizer_table_release(const Tensor& state, int64_t table);  // any state 
   FIELD(OptionalTensor, norm, "=None")         /* () of all gradients, as they are */     \
   FIELD(OptionalTensor, grad_scale, "=None")   /* () what gradients are divided by */     \
   FIELD(OptionalTensor, found_inf, "=None")    /* () no step is made where it is not 0 */ \
-  FIELD(OptionalTensor, device_hyper, "=None") /* CUDA: the settings on the device */
+  FIELD(OptionalTensor, device_hyper, "=None") /* CUDA: the settings on the device */     \
+  FIELD(bool, checks_only, "=False")           /* makes no step */
 
 ONEPASS_DEFINE_OPTIONS(StepOptions, ONEPASS_STEP_OPTIONS);
 

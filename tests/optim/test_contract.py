@@ -281,7 +281,7 @@ def zeros(size):
 SPOILS = {  # and of which optimizers
     "sparse": (make_sparse, ALL),
     "overlap": (make_overlap, ALL),
-    "shared": (make_shared, (*NAMES, "Muon")),
+    "shared": (make_shared, (*NAMES, "Muon", "MuonWithAdamW")),
     "larger": (make_larger, NAMES),
     "another shape": (make_state(zeros(3), "{} of (a )?parameter"), ALL),
     "another dtype": (make_state(torch.Tensor.long, "{}"), ALL),

@@ -71,12 +71,14 @@ def optimizer_step(
 
 @logged
 def optimizer_steps(ran: list[bool], calls: list[tuple], hyper: Tensor) -> bool:
-    """Several steps as one: `calls` are (algorithm, table, gradients, options). False if a table is
-    stale; with several calls the caller must check that before."""
+    """Several steps as one: `calls` are (algorithm, table, gradients, options). All of them are
+    checked before the first is made. False if a table is stale; then nothing was done."""
     steps = [
         functools.partial(_optimizer_step._op, algorithm, table.number, gradients, hyper, **options)
         for algorithm, table, gradients, options in calls
     ]
+    if len(steps) > 1 and not all([step(checks_only=True) for step in steps]):
+        return False
     ran.extend(map(functools.partial.__call__, steps))
     return all(ran[-len(calls) :])
 
