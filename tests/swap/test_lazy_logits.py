@@ -15,6 +15,7 @@ import onepass
 from onepass import numerics
 from onepass._policy import small_calls
 from onepass.swapping.reasons import Reason
+from tests.linear.test_precision import global_precision, needs_dots
 from tests.support.largest import Largest
 from tests.swap.lazy_logits_cases import (
     MADE_AT_ONCE,
@@ -68,6 +69,20 @@ def test_the_loss_and_its_gradients(name, dtype, lazy):
     assert count(lambda: model(**batch)) == 1
     scale = 64.0 if dtype is torch.float16 else 1.0
     assert_same(model, stock, batch, of=lambda out: out.loss * scale)
+
+
+@needs_dots
+@pytest.mark.usefixtures("slow_products")
+def test_the_loss_has_the_precision_of_the_head():
+    batch, found = labelled(), []
+    for own, torchs in (("medium", "highest"), (None, "medium"), ("highest", "medium")):
+        model = make()
+        onepass.swap(model, precision=own, lazy_logits=True, kinds=("linear", "loss"))
+        with global_precision(torchs):
+            loss = model(**batch).loss
+            found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not torch.equal(found[0][0], found[2][0])
 
 
 @on_both

@@ -172,10 +172,11 @@ def linear_cross_entropy_in_float32(
     softcap: float,
     reduction: str,
     dtype: torch.dtype,
+    precision: str | None = None,
 ) -> Tensor:
     """`linear_cross_entropy` with products in dtype, as a float32 scalar."""
     tensors = (input, linear_weight, target, linear_bias)
-    options = (ignore_index, softcap, reduction, dtype)
+    options = (ignore_index, softcap, reduction, dtype, precision)
     if not torch.compiler.is_compiling() and has_torch_function(tensors):
         ours = linear_cross_entropy_in_float32
         return handle_torch_function(ours, tensors, *tensors, *options)
@@ -192,7 +193,7 @@ def linear_cross_entropy_in_float32(
         dtype,
         dtype if casts else None,
         torch.float32,
-        _rounds_logits(input, linear_weight, dtype),
+        _rounds_logits(input, linear_weight, dtype, precision),
     )
 
 

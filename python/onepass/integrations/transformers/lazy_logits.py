@@ -43,6 +43,7 @@ from onepass import _stock
 from onepass._hooks import is_on_each_output
 from onepass._ops.differentiation import are_transforms_active
 from onepass._policy import small_calls
+from onepass._policy.precision import precision_of
 from onepass.functional._internal import (
     linear_cross_entropy_in_float32,
     linear_where_it_gains,
@@ -82,15 +83,16 @@ class _Source:
     Attributes:
         hidden, weight, bias: of the head's product, detached.
         dtype: in which it is computed, autocast's where that is on.
+        precision: of the head's products of float32.
         applied: operators after it, as (operator, further arguments).
         value: the numbers; None until they are read.
     """
 
-    def __init__(self, hidden, weight, bias, dtype, product: Callable):
+    def __init__(self, hidden, weight, bias, dtype, product: Callable, precision: str | None):
         self.hidden, self.weight, self.bias = (
             None if t is None else t.detach() for t in (hidden, weight, bias)
         )
-        self.dtype = dtype
+        self.dtype, self.precision = dtype, precision
         self.applied: tuple = ()
         self.value: Tensor | None = None
         self._product = product
@@ -338,7 +340,15 @@ def loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> T
     if scale != 1.0:
         rows, bias = rows * scale, None if bias is None else bias * scale
     return linear_cross_entropy_in_float32(
-        rows, weight, target, bias, ignore_index, softcap, reduction, source.dtype
+        rows,
+        weight,
+        target,
+        bias,
+        ignore_index,
+        softcap,
+        reduction,
+        source.dtype,
+        source.precision,
     )
 
 
@@ -442,7 +452,7 @@ def head_name(model: nn.Module) -> str | None:
 @functools.cache
 def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The lazy class for nn.Linear, and for the class that swap gives it."""
-    product = linear_where_it_gains if cls is classes.Linear else F.linear
+    is_ours = cls is classes.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
@@ -451,7 +461,9 @@ def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
         dtype = input.dtype
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-        source = _Source(input, weight, bias, dtype, product)
+        precision = precision_of(self) if is_ours else None
+        product = functools.partial(linear_where_it_gains, precision=precision)
+        source = _Source(input, weight, bias, dtype, product if is_ours else F.linear, precision)
         return _Head.apply(input, weight, bias, source)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
