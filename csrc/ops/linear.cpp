@@ -16,17 +16,16 @@ OperatorList linear_operators() { return {}; }
 #else
 namespace {
 
-// The arguments of linear_forward besides its input. The seed is of the backward: dinput's product
-// rounds doutput to codes stochastically.
+// The arguments of linear_forward besides its input.
 #define ONEPASS_LINEAR_OPTIONS(FIELD)      \
   FIELD(Tensor, weight, "")                \
   FIELD(OptionalTensor, bias, "")          \
   FIELD(OptionalScalarType, out_dtype, "") \
-  FIELD(StaticInt, factor_mask, "=0")      \
-  FIELD(OptionalTensor, rounding_seed, "=None")
+  FIELD(StaticInt, factor_mask, "=0")
 
 // The arguments of linear_epilogue_forward besides its input: those of linear_forward, and the
-// epilogue's, output = residual + dropout(activation(preactivation)), in residual's dtype.
+// epilogue's, output = residual + dropout(activation(preactivation)), in residual's dtype. The
+// rounding seed is of the backward: dinput's product rounds doutput to codes stochastically.
 #define ONEPASS_EPILOGUE_OPTIONS(FIELD)                  \
   FIELD(Tensor, weight, "")                              \
   FIELD(OptionalTensor, bias, "")                        \
@@ -87,12 +86,6 @@ void set_factors(LinearProduct& args, int64_t mask, int64_t quantized) {
   args.quantizes_factors = (mask & quantized) != 0;
 }
 
-void check_factors(const char* op, const CheckedAgainst& checked, int64_t mask,
-                   const OptionalTensor& rounding_seed) {
-  require_choice(op, "factor_mask", mask, 0, kMostFactors);
-  if (rounding_seed) checked.seed("rounding_seed", *rounding_seed);
-}
-
 // The product of the first `dims` sizes.
 int64_t rows_of(const char* op, const char* name, const TensorInfo& info, int64_t dims) {
   int64_t rows = 1;
@@ -113,7 +106,7 @@ struct CheckedForward {
 };
 
 CheckedForward check_forward(const LinearOptions& options, const Tensor& input) {
-  const auto& [weight, bias, out_dtype, factor_mask, rounding_seed] = options;
+  const auto& [weight, bias, out_dtype, factor_mask] = options;
   CheckedForward call{.input = input_of(kOp, "input", input)};
   const TensorInfo& shape = call.input;
   const CheckedAgainst checked(kOp, "input", shape);
@@ -130,7 +123,7 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   checked.dtype("weight", matrix.scalar_type);
   call.bias_dtype = checked.tensor("bias", bias, Shape(&call.out_features, 1));
   call.output_dtype = checked.dtype("out_dtype", out_dtype, call.input_dtype);
-  check_factors(kOp, checked, factor_mask, rounding_seed);
+  require_choice(kOp, "factor_mask", factor_mask, 0, kMostFactors);
   call.rows = rows_of(kOp, "input", shape, shape.dims - 1);
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
   call.sizes.back() = call.out_features;
@@ -165,11 +158,12 @@ Activation require_activation(const char* op, int64_t activation) {
 }
 
 CheckedForward check_epilogue(const EpilogueOptions& options, const Tensor& input) {
-  CheckedForward call = check_forward(
-      {options.weight, options.bias, {}, options.factor_mask, options.rounding_seed}, input);
+  CheckedForward call =
+      check_forward({options.weight, options.bias, {}, options.factor_mask}, input);
   const CheckedAgainst checked(kOp, "input", call.input);
   call.output_dtype = checked.tensor("residual", options.residual, call.sizes, call.output_dtype);
   checked.dropout("dropout_p", options.dropout_p, options.seed);
+  if (options.rounding_seed) checked.seed("rounding_seed", *options.rounding_seed);
   call.activation = require_activation(kOp, options.activation_kind);
   return call;
 }
@@ -271,7 +265,8 @@ CheckedBackward check_backward(const LinearBackwardOptions& options, const Tenso
     sizes.back() = call.in_features;
     checked.tensor("input", rows, sizes);
   }
-  check_factors(kBackward, checked, factor_mask, rounding_seed);
+  require_choice(kBackward, "factor_mask", factor_mask, 0, kMostFactors);
+  if (rounding_seed) checked.seed("rounding_seed", *rounding_seed);
   const DType dtype = call.doutput_dtype;
   call.gradient_dtypes[0] = checked.dtype("input_dtype", input_dtype, dtype);
   call.gradient_dtypes[1] = checked.dtype("weight_dtype", weight_dtype, dtype);

@@ -1,5 +1,6 @@
 """Products of float32 whose factors are quantised to 8 bits, because the user said so."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -188,11 +189,21 @@ def test_stochastic_rounding_is_unbiased_and_repeats():
 @pytest.mark.isa
 def test_lines_of_zeros_and_of_tiny_and_large_numbers():
     x, w, b = operands(6, 100, 20)
-    x[0], x[1], x[2], w[3] = 0.0, x[1] * 1e-38, x[2] * 1e30, 0.0
+    x[0], x[1], x[2], w[3] = 0.0, x[1] * 1e-36, x[2] * 1e30, 0.0
     y = functional.linear(x, w, b, precision="int8")
     assert torch.equal(y[0], b) and torch.equal(y[1], b) and torch.equal(y[:, 3], b[3].expand(6))
     right = exact(x[2:3], w.t()) + b
     assert (y[2:3] - right).abs().max() <= 1e-6 * right.abs().max()
+
+
+def test_scales_whose_product_overflows():
+    x, w = torch.tensor([[1e22, 1.0], [1e30, 0.0]]), torch.tensor([[1.0, 1e22], [0.0, 1e30]])
+    for factors in ((x, w), (x, w * 1e-30), (x * 1e-25, w)):
+        found = functional.linear(*factors, precision="int8")
+        right = exact(factors[0], factors[1].t()).float()
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    x = torch.full((2, 1000), 1e-20)
+    torch.testing.assert_close(functional.linear(x, x, precision="int8"), x @ x.t())
 
 
 @pytest.mark.isa
@@ -201,13 +212,15 @@ def test_lines_that_are_not_finite_give_what_float32_gives(value):
     x, w, b = operands(40, 64, 48)
     clean = functional.linear(x, w, b, precision="int8")
     x[2, 7], x[31, 0], w[9, 5] = value, value, value
-    x[31, 3] = -value
+    x[31, 3], w[11, 1], w[11, 60] = -value, value, -value
+    b[9], b[12] = -value, value
     found, right = (functional.linear(x, w, b, precision=p) for p in ("int8", "highest"))
     bad = [2, 31]
     torch.testing.assert_close(found[bad], right[bad], equal_nan=True)
-    torch.testing.assert_close(found[:, 9], right[:, 9], equal_nan=True)
+    for column in (9, 11):
+        torch.testing.assert_close(found[:, column], right[:, column], equal_nan=True)
     rows = [row for row in range(40) if row not in bad]
-    columns = [column for column in range(48) if column != 9]
+    columns = [column for column in range(48) if column not in (9, 11, 12)]
     assert torch.equal(found[rows][:, columns], clean[rows][:, columns])
 
 
@@ -268,6 +281,40 @@ def test_vmap_is_a_call_for_each_sample():
     assert torch.equal(found.flatten(0, 1), functional.linear(x, w, precision="int8"))
 
 
+def test_vmap_of_the_backward_rounds_each_sample_alike():
+    """The random numbers are those of a call with the sample alone."""
+    x, w, _ = operands(6, 64, 8)
+    dy = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(2))
+    for options in ({}, {"activation": "relu"}):
+        precision = "int8:dinput+stochastic"
+        call = functools.partial(functional.linear, weight=w, precision=precision, **options)
+        _, backward = torch.func.vjp(call, x)
+        (found,) = torch.vmap(backward)(dy)
+        assert all(torch.equal(one, backward(d)[0]) for one, d in zip(found, dy, strict=True))
+
+
+def test_a_seed_is_drawn_for_a_backward_alone():
+    x, w, _ = operands(4, 8, 8)
+    state = torch.random.get_rng_state()
+    with torch.no_grad():
+        functional.linear(x, w, precision="int8:stochastic")
+    functional.linear(x, w, precision="int8")
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_vectors():
+    """In forward mode, and differentiated twice."""
+    w = torch.ones(3, 4, requires_grad=True)
+    x = torch.ones(4, requires_grad=True)
+    y, dy = torch.func.jvp(lambda x: functional.linear(x, w, precision="int8"), (x,), (x,))
+    assert y.shape == dy.shape == (3,)
+    (dx,) = torch.autograd.grad(
+        functional.linear(x, w, precision="int8").sum(), x, create_graph=True
+    )
+    dx.sum().backward()
+    assert dx.shape == (4,) and w.grad.shape == (3, 4)
+
+
 def test_second_derivatives_are_those_of_quantised_factors():
     """The derivative of a rounding is taken to be 1."""
     x, w, _ = (t.requires_grad_() for t in operands(40, 64, 48))
@@ -317,10 +364,10 @@ def test_empty_tensors():
         assert all(not g.count_nonzero() for g in found[:2])
 
 
-def test_sums_that_could_overflow_stay_float32():
+def test_sums_that_could_overflow_are_not_of_codes():
     x, w = torch.ones(2, MOST_DEPTH + 1), torch.ones(3, MOST_DEPTH + 1)
     y = functional.linear(x, w, precision="int8")
-    assert torch.equal(y, functional.linear(x, w, precision="highest"))
+    assert torch.equal(y, functional.linear(x, w, precision="medium"))
     y = functional.linear(-x[:, 1:], w[:, 1:], precision="int8")
     assert torch.equal(y, torch.full((2, 3), -float(MOST_DEPTH)))
 
@@ -344,7 +391,16 @@ def test_explain_names_the_codes():
 
 @pytest.mark.parametrize(
     "precision",
-    ["int4", "int8:", "int8:x", "int8:output+output", "int8:stochastic+dweight", 8, "INT8"],
+    [
+        "int4",
+        "int8:",
+        "int8:x",
+        "int8:output+output",
+        "int8:stochastic+dweight",
+        "int8:stochastic+output",
+        8,
+        "INT8",
+    ],
 )
 def test_other_precisions_are_refused(precision):
     x, w, b = operands(4, 8, 8)
@@ -360,13 +416,17 @@ def test_parts_are_named():
     assert policy.factors_of("highest") == (0, False)
 
 
-@pytest.mark.parametrize("op", ["linear_forward", "linear_backward"])
-def test_factors_and_seeds_are_checked(op):
+def test_factors_and_seeds_are_checked():
     x, w, _ = operands(4, 8, 8)
-    of = {"linear_forward": (x, w, None, None), "linear_backward": (x, None, w, F32, None, None)}
-    name = "linear" if op == "linear_forward" else op
-    call = getattr(RAW, op)
-    with pytest.raises(RuntimeError, match=f"^{name}: factor_mask must be .*, got 16"):
-        call(*of[op], 16)
-    with pytest.raises(RuntimeError, match=f"^{name}: rounding_seed must be a dense int64 tensor"):
-        call(*of[op], 4, torch.zeros(3, dtype=torch.int64))
+    seed = torch.zeros(3, dtype=torch.int64)
+    epilogue = (x, w, None, None, None, 0.0, 1, False)
+    for name, call, given in (
+        ("linear", RAW.linear_forward, (x, w, None, None)),
+        ("linear", RAW.linear_epilogue_forward, epilogue),
+        ("linear_backward", RAW.linear_backward, (x, None, w, F32, None, None)),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{name}: factor_mask must be .*, got 16"):
+            call(*given, 16)
+        if call is not RAW.linear_forward:
+            with pytest.raises(RuntimeError, match=f"^{name}: rounding_seed must be a dense int64"):
+                call(*given, 4, seed)

@@ -274,6 +274,8 @@ def test_int8_leaves_the_first_the_last_and_tied_layers():
     assert quantized(model) == ["blocks.1", "blocks.2"]
     (note,) = (note for note in report.notes if "precision='int8'" in note)
     assert "2 modules" in note and "blocks.0, value, head stay in float32" in note
+    assert "output and dinput" in note
+    assert vars(model.head)[policy.ATTRIBUTE] == "highest"
     torch.testing.assert_close(run(model, x), stock, rtol=0, atol=0.1)
     onepass.swap(model, precision="int8", include="*")
     assert len(quantized(model)) == 5
@@ -282,6 +284,38 @@ def test_int8_leaves_the_first_the_last_and_tied_layers():
     assert torch.equal(run(model, x), stock) and not quantized(model)
     onepass.swap(model, precision="int8", include="blocks.*", exclude="blocks.1")
     assert quantized(model) == ["blocks.0", "blocks.2"]
+
+
+def test_int8_counts_layers_that_are_modules_of_their_own():
+    """A model that multiplies by its embedding's weight comes before its layers."""
+
+    class Calls(Tied):
+        def forward(self, x):
+            return F.linear(self.blocks(x), self.embedding.weight)
+
+    model = Calls()
+    del model.head, model.value
+    report = onepass.swap(model, precision="int8")
+    assert quantized(model) == ["blocks.1"]
+    (note,) = (note for note in report.notes if "precision='int8'" in note)
+    assert "blocks.0, blocks.2, " in note and note.count("Calls") == 1
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), {}),
+        (lambda: nn.Linear(64, 64), {}),
+        (lambda: tied()[0], {"kinds": "norm"}),
+        (lambda: tied()[0].double(), {}),
+    ],
+    ids=["ends", "one", "norms", "float64"],
+)
+def test_int8_says_that_it_changes_nothing(make, options):
+    model = make()
+    report = onepass.swap(model, precision="int8", **options)
+    (note,) = (note for note in report.notes if "precision='int8'" in note)
+    assert "changes nothing here" in note and "; ," not in note and ";  " not in note
 
 
 def test_int8_quantises_swapped_linear_layers_alone():
@@ -310,9 +344,10 @@ def test_int8_is_kept_compiled_and_verified(precision):
     found = report.verify(x)
     assert found.ok and 1e-4 < found.rounding.median < 0.1
     assert "quantised to 8 bits: loss" in str(found).split("\n")[1]
-    with global_precision("medium"):
-        second = str(report.verify(x)).split("\n")[1] if policy.HAS_PAIR_PRODUCTS else ""
-    assert not second or "quantised to 8 bits and rounded to bfloat16: loss" in second
+    if policy.HAS_PAIR_PRODUCTS:
+        vars(model.blocks[0])[policy.ATTRIBUTE] = "medium"
+        second = str(report.verify(x)).split("\n")[1]
+        assert "quantised to 8 bits and rounded to bfloat16: loss" in second
     torch.manual_seed(0)
     expected = gradients(model, x)
     twin = copy.deepcopy(model)

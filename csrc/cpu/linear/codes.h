@@ -18,8 +18,8 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
 inline constexpr int32_t kMostCode = 127;
-// A line of smaller numbers is zeros: 127 / largest must be finite.
-inline constexpr float kLeastLargest = 1e-36f;
+// A line of smaller numbers is zeros: 127 / largest must be finite, and largest / 127 normal.
+inline constexpr float kLeastLargest = 1e-34f;
 // The Philox stream of stochastic rounding; dropout's is 0.
 inline constexpr uint32_t kRoundingStream = 1;
 

@@ -2,7 +2,7 @@
 // low-precision training for large-scale vision-language models", 2023):
 //
 //   scalar: output[i][j] = (sum over k of code_left[i][k] * code_right[k][j])
-//                          * (scale_left[i] * scale_right[j]) + bias[j]
+//                          * scale_left[i] * scale_right[j] + bias[j]
 //
 // Two passes. The first reads each factor once, takes a line's largest magnitude while the line is
 // in a near cache, and packs its codes into the workspace, a quarter of the factor's bytes, as the
@@ -10,8 +10,10 @@
 // codes are exact, so neither pieces, threads nor CPU levels change a bit. Done when tiles run at
 // the speed of the integer multiply-adds, and packing at that of memory.
 //
+// The smaller scale is multiplied first: the two together could overflow where a sum does not.
+//
 // A line with a number that is not finite has no scale. Its sums are of the float32 products with
-// such a factor alone: they are what float32 gives, Inf or NaN.
+// such a factor alone, and of the bias: they are what float32 gives, Inf or NaN.
 #include "cpu/linear/quantized.h"
 
 #include <cmath>
@@ -95,6 +97,8 @@ class Quantized {
     float* sums = in_scratch ? own.take<float>(strips * kStripRows * cols)
                              : sums_at<float>(args_, layout_.sums, row_of(strip), col);
     const int64_t sums_row = in_scratch ? cols : args_.cols;
+    Span* spans = own.take<Span>(panels * kPanel<M>);
+    const bool some = find_not_finite(col, cols, spans);
     for (int64_t cell = 0; cell < layout_.cells; cell += kCells) {
       const int64_t cells = std::min(kCells, layout_.cells - cell);
       const bool is_last = cell + cells == layout_.cells;
@@ -116,7 +120,12 @@ class Quantized {
           multiply_rows<kStripRows>(height, tile);
         }
         if (!is_last) continue;
-        put_not_finite(strip + s, height, panel, cols, line, sums_row);
+        for (int64_t i = 0; i < height; ++i) {
+          const bool is_finite = !std::isnan(left_scales_[(strip + s) * kStrip<M> + i]);
+          if (some || !is_finite) {
+            put_not_finite(row + i, is_finite, col, cols, spans, bias, line + i * sums_row);
+          }
+        }
         if (layout_.finish) {
           finish_rows(args_, layout_.sums, line, sums_row, row, height, col, cols);
         }
@@ -125,6 +134,12 @@ class Quantized {
   }
 
  private:
+  // Where a line holds numbers that are not finite.
+  struct Span {
+    int64_t begin;
+    int64_t end;
+  };
+
   // A strip by a panel, over some cells of k.
   struct Tile {
     const typename M::Element* left;
@@ -158,8 +173,9 @@ class Quantized {
         SignedWords whole = sum[r][v] + start;
         if (!tile.start) whole += (SignedWords)load<float>(at, count);
         if (tile.left_scales) {
-          const Vec<float> scales = broadcast<float>(tile.left_scales[r]) * scale;
-          const Vec<float> number = __builtin_convertvector(whole, Vec<float>) * scales;
+          const Vec<float> other = broadcast<float>(tile.left_scales[r]);
+          const Vec<float> number = __builtin_convertvector(whole, Vec<float>) *
+                                    smaller(other, scale) * larger(other, scale);
           store<float>(at, tile.bias ? number + bias : number, count);
         } else {
           store<float>(at, (Vec<float>)whole, count);
@@ -241,31 +257,45 @@ class Quantized {
     }
   }
 
-  // Replaces the sums of lines without a scale.
-  void put_not_finite(int64_t strip, int64_t rows, int64_t panel, int64_t cols, float* sums,
-                      int64_t sums_row) const {
-    const float* left = left_scales_ + strip * kStrip<M>;
-    const float* right = right_scales_ + panel * kPanel<M>;
-    const auto is_nan = [](float x) { return std::isnan(x); };
-    const bool some = std::any_of(right, right + cols, is_nan);
-    const int64_t col = panel * kPanel<M>;
-    for (int64_t i = 0; i < rows; ++i) {
-      if (!some && !is_nan(left[i])) continue;
-      for (int64_t j = 0; j < cols; ++j) {
-        if (is_nan(left[i]) || is_nan(right[j])) {
-          sums[i * sums_row + j] = sum_of_not_finite(row_of(strip) + i, col + j);
-        }
-      }
-    }
+  template <class At>
+  Span span_of(At&& at) const {
+    int64_t begin = 0, end = args_.depth;
+    while (begin < end && std::isfinite(at(begin))) ++begin;
+    while (begin < end && std::isfinite(at(end - 1))) --end;
+    return {begin, end};
   }
 
-  float sum_of_not_finite(int64_t row, int64_t col) const {
-    float sum = 0.0f;
-    for (int64_t k = 0; k < args_.depth && !std::isnan(sum); ++k) {
-      const float left = *left_at(row, k), right = *right_at(k, col);
-      if (!std::isfinite(left) || !std::isfinite(right)) sum += left * right;
+  // The spans of columns, empty ones of those with a scale; whether there is another.
+  bool find_not_finite(int64_t col, int64_t cols, Span* spans) const {
+    bool some = false;
+    for (int64_t j = 0; j < cols; ++j) {
+      spans[j] = {0, 0};
+      if (!std::isnan(right_scales_[col + j])) continue;
+      spans[j] = span_of([&](int64_t k) { return *right_at(k, col + j); });
+      some = true;
     }
-    return sum;
+    return some;
+  }
+
+  // Replaces the sums of a row, if it has no scale, or of its columns without one.
+  void put_not_finite(int64_t row, bool is_finite, int64_t col, int64_t cols, const Span* columns,
+                      const float* bias, float* sums) const {
+    const Span of_row =
+        is_finite ? Span{0, 0} : span_of([&](int64_t k) { return *left_at(row, k); });
+    for (int64_t j = 0; j < cols; ++j) {
+      const Span& of_column = columns[j];
+      if (is_finite && of_column.begin == of_column.end) continue;
+      float sum = bias ? bias[j] : 0.0f;
+      const auto add = [&](const Span& span) {
+        for (int64_t k = span.begin; k < span.end && !std::isnan(sum); ++k) {
+          const float left = *left_at(row, k), right = *right_at(k, col + j);
+          if (!std::isfinite(left) || !std::isfinite(right)) sum += left * right;
+        }
+      };
+      add(of_row);
+      add(of_column);  // some of them again, which changes no Inf and no NaN
+      sums[j] = sum;
+    }
   }
 
   const float* left_at(int64_t row, int64_t k) const {
@@ -330,6 +360,7 @@ Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& l
     const int64_t cols = layout.piece_panels * kPanel<M>;
     if (args.bias) arena.take<float>(cols);
     if (layout.sums == Sums::kScratch) arena.take<float>(kPieceStrips * kStripRows * cols);
+    arena.take<int64_t>(2 * cols);  // spans
     layout.slots.bytes = arena.used() - layout.slots.begin;
     return {.workspace_bytes = layout.slots.end(threads),
             .kernel_name = "quantized_kernel",

@@ -31,17 +31,24 @@ class Factors(NamedTuple):
 
 def check_precision(op: str, precision: str | None) -> None:
     """Raises ValueError unless this is a precision of float32 products."""
-    if precision in _PRECISIONS or (type(precision) is str and _int8(precision) is not None):
+    if precision in _PRECISIONS or (isinstance(precision, str) and _int8(precision) is not None):
         return
     raise ValueError(
         f"{op}: precision must be None, 'highest', 'high', 'medium', 'int8', or 'int8:' and some "
-        f"of output, dinput, dweight and stochastic, joined by '+', got {precision!r}"
+        "of output, dinput, dweight, each once, joined by '+', with '+stochastic' beside dinput, "
+        f"got {precision!r}"
     )
 
 
 def quantizes(precision: str | None) -> bool:
     """Whether a linear layer's products, or some of them, take codes of 8 bits."""
     return precision is not None and precision.startswith(INT8)
+
+
+def quantized_products(precision: str) -> list[str]:
+    """The names of the products that a precision quantises."""
+    mask = factors_of(precision).mask
+    return [name for name, bit in _INT8_PARTS.items() if mask & bit]
 
 
 def changes_factors(precision: str | None) -> bool:

@@ -15,7 +15,7 @@ INT8_FORWARD, INT8_INPUT, INT8_WEIGHT = 2, 4, 8  # of output, dinput and dweight
 
 MOST_DEPTH = 1 << 17  # longer sums of products of codes could overflow, so they stay float32
 _MOST_CODE = 127
-_LEAST_LARGEST = 1e-36  # a line of smaller numbers is zeros
+_LEAST_LARGEST = 1e-34  # a line of smaller numbers is zeros
 _ROUNDING_STREAM = 1  # of Philox; dropout's is 0
 
 
@@ -109,7 +109,8 @@ def multiply(
     if not (is_wide and factor_mask & quantized and 0 < left.shape[-1] <= MOST_DEPTH):
         return torch.matmul(*factors(is_wide and bool(factor_mask & ROUNDED), left, right))
     output = _Quantized.apply(left, -1, seed) @ _Quantized.apply(right, -2, None)
-    is_finite = left.isfinite().all(-1, keepdim=True) & right.isfinite().all(-2, keepdim=True)
+    rows, columns = left.isfinite().all(-1), right.isfinite().all(-2)
+    is_finite = (rows[..., None] if left.dim() > 1 else rows) & columns
     return torch.where(is_finite, output, left @ right)
 
 

@@ -125,7 +125,8 @@ def swap(
             "highest" and "high" keep float32 whatever torch's setting. "int8" quantises them to 8
             bits in linear layers, for the output and for the input's gradient (SwitchBack), but
             not in the first and the last of the model and in those that share an embedding's
-            weight, unless `include` names them; they are swapped and stay in float32. Sums,
+            weight, unless `include` names them; those stay in float32, and so do calls too small to
+            gain, which depends on rows and threads. Sums,
             weights, gradients and all else stay in float32. None: torch's setting. Kept by copies
             and `torch.save`, taken back by `unswap`; a call for a model that is swapped already
             changes it.

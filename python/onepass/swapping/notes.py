@@ -14,7 +14,12 @@ from torch import nn
 
 from onepass import _C
 from onepass._policy import device_attention, small_calls
-from onepass._policy.precision import HAS_BYTE_PRODUCTS, quantizes, rounds_factors
+from onepass._policy.precision import (
+    HAS_BYTE_PRODUCTS,
+    quantized_products,
+    quantizes,
+    rounds_factors,
+)
 from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
@@ -40,11 +45,17 @@ _ROUNDED = (
     "far the results are from float32's"
 )
 _QUANTIZED = (
-    "precision={precision!r}: linear products of float32 in {modules} take factors quantised to 8 "
-    "bits; sums, weights and gradients stay float32{left}; report.verify(batch) says how far the "
-    "results are from float32's{slow}"
+    "precision={precision!r}: products of float32 for {products} of linear layers in {modules} "
+    "take factors quantised to 8 bits, those for the others as with 'medium', and calls too small "
+    "to gain stay float32; sums, weights and gradients are float32{left}; report.verify(batch) "
+    "says how far the results are from float32's{slow}"
 )
+_NOT_QUANTIZED = "precision={precision!r} changes nothing here: it takes no linear layer{left}"
 _LEFT_IN_FLOAT32 = (
+    "; {names} stay in float32, as the first, the last or an embedding's (include= takes them too)"
+)
+_WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
+_IN_FLOAT32 = (
     "; {names} stay in float32, as the first, the last or an embedding's (include= takes them too)"
 )
 _WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
@@ -207,14 +218,21 @@ def _of_precision(plan: Plan) -> str:
 def _of_codes(plan: Plan) -> str:
     left = plan.not_quantized()
     count = sum(
-        id(module) not in left and bool(small_calls.linear_weights(module))
+        id(module) not in left
+        and any(weight.dtype is torch.float32 for weight in small_calls.linear_weights(module))
         for module in plan.modules_with_products()
     )
+    texts = {
+        "precision": plan.precision,
+        "left": _LEFT_IN_FLOAT32.format(names=", ".join(left.values())) if left else "",
+    }
+    if not count:
+        return _NOT_QUANTIZED.format(**texts)
     return _QUANTIZED.format(
-        precision=plan.precision,
+        products=" and ".join(quantized_products(plan.precision)),
         modules="1 module" if count == 1 else f"{count} modules",
-        left=_LEFT_IN_FLOAT32.format(names=", ".join(left.values())) if left else "",
         slow="" if HAS_BYTE_PRODUCTS else _WITHOUT_VNNI,
+        **texts,
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from onepass._policy import small_calls
 from onepass._policy.precision import ATTRIBUTE, quantizes
 from onepass.swapping import (
     activated,
@@ -24,7 +25,7 @@ from onepass.swapping import (
     rotary_proof,
 )
 from onepass.swapping import probe as probing
-from onepass.swapping.changes import ABSENT, Change, Edit
+from onepass.swapping.changes import Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.providers import LAZY_LOGITS, provider
 from onepass.swapping.reasons import Reason, SkipReason
@@ -50,6 +51,7 @@ _STILL_ATTACHED = "; on onepass's attention all the same, as an earlier call lef
 _NOT_BY_FORCE = "; force does not change that"
 _WITH_PRODUCTS = ("attention", "linear")
 _LINEAR = (nn.Linear, nn.MultiheadAttention)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _READ_DIRECTLY = torch.nn.modules.linear.NonDynamicallyQuantizableLinear  # a part of the latter
 
 
@@ -165,13 +167,13 @@ class Plan:
             return []
         left = self.not_quantized()
         return [
-            Edit(module, ATTRIBUTE, ABSENT if id(module) in left else self.precision)
+            Edit(module, ATTRIBUTE, "highest" if id(module) in left else self.precision)
             for module in self.modules_with_products()
         ]
 
     def not_quantized(self) -> dict[int, str]:
-        """The names by id of linear layers that stay in float32 under "int8", unless the options
-        include them by name: the first and the last of the model, and those that share an
+        """The names by id of swapped linear layers that stay in float32 under "int8", unless the
+        options include them by name: the first and the last of the model, and those that share an
         embedding's weight. Their errors cost most (SwitchBack, Wortsman et al. 2023)."""
         if not quantizes(self.precision) or self._choice.include is not None:
             return {}
@@ -182,15 +184,27 @@ class Plan:
             if (isinstance(item.module, _LINEAR) and not isinstance(item.module, _READ_DIRECTLY))
             or item.names[0] in swapped
         ]
+        # A module that calls F.linear comes before the layers in it, and runs them in any order.
+        known = {id(item.module) for item in linear}
+        alone = [
+            item
+            for item in linear
+            if known.isdisjoint(id(m) for m in item.module.modules() if m is not item.module)
+        ]
         embedded = {
-            id(item.module.weight) for item in self.found if isinstance(item.module, nn.Embedding)
+            id(item.module.weight) for item in self.found if isinstance(item.module, _EMBEDDINGS)
         }
         tied = [
             item
             for item in linear
-            if embedded & {id(p) for p in item.module.parameters(recurse=False)}
+            if embedded & {id(weight) for weight in small_calls.linear_weights(item.module)}
         ]
-        return {id(item.module): item.names[0] for item in (*linear[:1], *linear[-1:], *tied)}
+        taken = {id(module) for module in self.modules_with_products()}
+        return {
+            id(item.module): item.names[0] or type(item.module).__name__
+            for item in (*alone[:1], *alone[-1:], *tied)
+            if id(item.module) in taken
+        }
 
     def modules_with_products(self) -> list[nn.Module]:
         """The swapped modules that have products of matrices, but for earlier ones that the options

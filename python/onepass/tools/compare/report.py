@@ -401,7 +401,8 @@ def _sameness_table(result: Result) -> Table:
         )
         for name, losses in phase.others.items():
             what = name if quantizes(name) else f"{name} precision"
-            table.add_row("", what, "", f"{phase.gap_of(losses):.1e}", "", OTHER)
+            verdict = "as swapped: no call takes it" if losses == phase.swapped else OTHER
+            table.add_row("", what, "", f"{phase.gap_of(losses):.1e}", "", verdict)
     return table
 
 

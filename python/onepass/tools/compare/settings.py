@@ -268,12 +268,16 @@ def _precisions(
         return ("medium",) if is_float32 and medium_has_effect() else ()
     names = [name for value in given for name in value.split(",")]
     for name in names:
-        if name not in ("float32", "medium") and not quantizes(name):
-            raise BadInput(f"--precision must be of float32, medium, int8, got {name!r}")
         try:
-            check_precision("compare", None if name == "float32" else name)
-        except ValueError as error:
-            raise BadInput(f"--precision: {error}") from None
+            check_precision("", None if name == "float32" else name)
+            known = name in ("float32", "medium") or quantizes(name)
+        except ValueError:
+            known = False
+        if not known:
+            raise BadInput(
+                "--precision must be of float32, medium, int8, int8:output+dinput+dweight+"
+                f"stochastic or some of these parts, got {name!r}"
+            )
     if len({*names}) != len(names):
         raise BadInput(f"--precision must list different values, got {' '.join(names)}")
     others = tuple(name for name in names if name != "float32")
