@@ -211,7 +211,7 @@ PYBIND11_MODULE(_C, m) {
       "Billions of operations per second of one thread in int8 dot products; 0 without VNNI.");
   m.def(
       "multiplies_bytes", [] { return attached().machine().multiplies_bytes; },
-      "Whether int8 products take one instruction for four: VNNI, or AVX-VNNI at level avx2.");
+      "Whether this CPU has dot products of bytes: VNNI, or AVX-VNNI at level avx2.");
   m.def("attributes", &attributes, "The attribute of each object, and how many of them are None.");
   m.def("hold_same", &hold_same,
         "Whether lists and tuples hold the same objects as lists, each as its own.");

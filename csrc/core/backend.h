@@ -71,7 +71,7 @@ Operator<Args> operator_of() {
               }};
 }
 
-// Two operators that compute the same; the plan chooses the first if is_first(args).
+// Two operators for the same arguments; the plan takes the first if is_first(args).
 template <class Args, bool (*is_first)(const Args&), Operator<Args> (*first)(),
           Operator<Args> (*second)()>
 Operator<Args> either_of() {

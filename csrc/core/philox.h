@@ -37,6 +37,10 @@ ONEPASS_HOST_DEVICE constexpr std::array<uint32_t, 4> philox4x32(PhiloxKey key,
   return counter;
 }
 
+// The third word of a counter is the stream's number, the fourth the seed's offset.
+inline constexpr uint32_t kDropoutStream = 0;
+inline constexpr uint32_t kRoundingStream = 1;  // stochastic rounding of a product's factor
+
 // Dropout of elements in row-major order: block = element / 8, eight 16-bit values per block, low
 // halves first. An element is dropped if its value is below the threshold.
 struct Dropout {
@@ -60,7 +64,7 @@ ONEPASS_HOST_DEVICE constexpr Dropout make_dropout(const int64_t* seed, double p
 ONEPASS_HOST_DEVICE constexpr std::array<uint32_t, 4> dropout_block(const Dropout& dropout,
                                                                     uint64_t block) {
   return philox4x32(dropout.key, {static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32),
-                                  0u, dropout.offset});
+                                  kDropoutStream, dropout.offset});
 }
 
 }  // namespace onepass

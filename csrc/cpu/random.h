@@ -113,9 +113,9 @@ ONEPASS_INLINE void write_in_order(const PhiloxWords& drawn, uint16_t* values) {
 }
 
 // values: (kElementsPerDraw,) the 16-bit values of kPhiloxLanes consecutive blocks from
-// first_block. Dropout's own stream is number 0.
+// first_block.
 inline void draw(const Dropout& dropout, uint64_t first_block, uint16_t* values,
-                 uint32_t stream = 0) {
+                 uint32_t stream = kDropoutStream) {
   const uint32_t low = static_cast<uint32_t>(first_block);
   const WordBits c0 = block_of_lane() + low;
   const uint32_t high = static_cast<uint32_t>(first_block >> 32);
@@ -132,7 +132,8 @@ struct KeepTile {
   const uint16_t* first;  // the value of the tile's first element
 
   // Draws the values of elements [element, element + count), count <= kDropoutTile.
-  void fill(const Dropout& dropout, int64_t element, int64_t count, uint32_t stream = 0) {
+  void fill(const Dropout& dropout, int64_t element, int64_t count,
+            uint32_t stream = kDropoutStream) {
     const int64_t first_block = element / kElementsPerBlock;
     const int64_t last_block = (element + count - 1) / kElementsPerBlock;
     for (int64_t block = first_block; block <= last_block; block += kPhiloxLanes) {

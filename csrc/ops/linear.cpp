@@ -80,7 +80,7 @@ Matrix left_of(const Tensor& tensor, int64_t rows) {
   return Matrix(tensor, rows <= kFewRows);
 }
 
-// Sets how factors are taken, by the bit of quantised ones for this product.
+// Sets how factors are taken; `quantized` is this product's bit of the mask.
 void set_factors(LinearProduct& args, int64_t mask, int64_t quantized) {
   args.rounds_factors = (mask & kRoundedFactors) != 0;
   args.quantizes_factors = (mask & quantized) != 0;
@@ -123,7 +123,7 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   checked.dtype("weight", matrix.scalar_type);
   call.bias_dtype = checked.tensor("bias", bias, Shape(&call.out_features, 1));
   call.output_dtype = checked.dtype("out_dtype", out_dtype, call.input_dtype);
-  require_choice(kOp, "factor_mask", factor_mask, 0, kMostFactors);
+  require_choice(kOp, "factor_mask", factor_mask, 0, kAllFactorBits);
   call.rows = rows_of(kOp, "input", shape, shape.dims - 1);
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
   call.sizes.back() = call.out_features;
@@ -265,7 +265,7 @@ CheckedBackward check_backward(const LinearBackwardOptions& options, const Tenso
     sizes.back() = call.in_features;
     checked.tensor("input", rows, sizes);
   }
-  require_choice(kBackward, "factor_mask", factor_mask, 0, kMostFactors);
+  require_choice(kBackward, "factor_mask", factor_mask, 0, kAllFactorBits);
   if (rounding_seed) checked.seed("rounding_seed", *rounding_seed);
   const DType dtype = call.doutput_dtype;
   call.gradient_dtypes[0] = checked.dtype("input_dtype", input_dtype, dtype);
@@ -291,7 +291,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
   Tensor dweight = is_transposed ? empty_strided(matrix, transposed, weight_type, device)
                                  : empty_if(wants_weight, matrix, weight_type, device);
   Tensor dbias = empty_1d(wants_bias ? call.out_features : 0, bias_type, device);
-  const bool is_random = options.rounding_seed && (options.factor_mask & kQuantizedInput) != 0;
+  const bool is_random =
+      wants_input && options.rounding_seed && (options.factor_mask & kQuantizedInput) != 0;
   const Matrix left =
       is_random ? Matrix(doutput, /*dense_rows=*/true) : left_of(doutput, call.rows);
   if (wants_input) {
@@ -313,7 +314,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackwardOptions& 
                    dweight.mutable_data_ptr(), weight_type, bias_type);
     if (wants_bias) args.left_sums = dbias.mutable_data_ptr();
     set_factors(args, options.factor_mask, kQuantizedWeight);
-    if (is_transposed || args.quantizes_factors) {
+    const bool is_float32 =
+        args.left_dtype == DType::kFloat32 && args.right_dtype == args.left_dtype;
+    if (is_transposed || (args.quantizes_factors && is_float32)) {
       LinearProduct product = args;
       if (is_transposed) {
         std::swap(product.left, product.right);

@@ -19,7 +19,7 @@ inline constexpr int64_t kRoundedFactors = 1;    // of all products that no othe
 inline constexpr int64_t kQuantizedForward = 2;  // of output = input weight^T
 inline constexpr int64_t kQuantizedInput = 4;    // of dinput
 inline constexpr int64_t kQuantizedWeight = 8;   // of dweight
-inline constexpr int64_t kMostFactors = 15;      // all of them
+inline constexpr int64_t kAllFactorBits = 15;
 
 // The activations that may come after the forward's sums: the first of all. In Python,
 // onepass._ops.linear.Activation.

@@ -31,7 +31,8 @@ def run_each(op) -> None:
 
 def run_as_rows(op, *rows: int, unless: tuple[int, ...] = ()) -> None:
     """Makes an operator run once on all samples if only the arguments at `rows`, which consist of
-    rows, are mapped and those at `unless` are None; otherwise on the samples one by one."""
+    rows, are mapped and those at `unless` are None or left out; otherwise on the samples one by
+    one."""
     name = op._schema.name
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "FuncTorchBatched"):
         torch.library.register_vmap(name, functools.partial(_run_as_rows, op, rows, unless))
@@ -39,7 +40,8 @@ def run_as_rows(op, *rows: int, unless: tuple[int, ...] = ()) -> None:
 
 def _run_as_rows(op, rows, unless, info, in_dims, *arguments):
     mapped = [place for place, dim in enumerate(in_dims) if dim is not None]
-    if not set(mapped) <= set(rows) or any(arguments[place] is not None for place in unless):
+    given = {place for place, argument in enumerate(arguments) if argument is not None}
+    if not set(mapped) <= set(rows) or not given.isdisjoint(unless):
         return _one_by_one(op, info, in_dims, arguments)
     together = list(arguments)
     for place in rows:

@@ -11,6 +11,7 @@ from onepass._ops.decomposition import FORMULAS
 from onepass._ops.linear import Activation
 from onepass._policy import precision as policy
 from onepass._policy import products
+from onepass.reference.products import ROUNDED
 
 HAS_DOTS = _C.cpu_level() == "avx512_bf16"
 needs_dots = pytest.mark.skipif(not HAS_DOTS, reason="this CPU level has no dot products")
@@ -194,7 +195,7 @@ def test_second_derivatives_are_those_of_rounded_factors():
     y = functional.linear(x, w, b, precision="medium")
     ours = second(torch.autograd.grad(y, (x, w, b), dy, create_graph=True), (x, w, dy))
     of = [t.detach().double().requires_grad_() for t in (x, w, dy)]
-    first = reference.linear.linear_backward(of[2], of[0], of[1], factor_mask=1)
+    first = reference.linear.linear_backward(of[2], of[0], of[1], factor_mask=ROUNDED)
     for mine, right in zip(ours, second(first, of), strict=True):
         assert (mine - right).abs().max() <= 1e-5 * right.abs().max()
 
@@ -212,8 +213,8 @@ def test_a_factor_in_16_bits_beside_one_in_float32_keeps_both_as_they_are(dtypes
     gradients = (torch.autograd.grad(y, given, ones) for y in (medium, exact))
     assert all(map(torch.equal, *gradients))
     op = torch.ops.onepass.linear_forward  # and its definition, which verify compares with
-    definition = FORMULAS[op.default](x, w, None, None, 1)
-    torch.testing.assert_close(op(x, w, None, None, 1), definition)
+    definition = FORMULAS[op.default](x, w, None, None, ROUNDED)
+    torch.testing.assert_close(op(x, w, None, None, ROUNDED), definition)
 
 
 @needs_dots

@@ -18,14 +18,13 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
 inline constexpr int32_t kMostCode = 127;
-// A line of smaller numbers is zeros: 127 / largest must be finite, and largest / 127 normal.
+// A line whose largest magnitude is below this has scale 0: 127 / largest must be finite, and
+// largest / 127 normal.
 inline constexpr float kLeastLargest = 1e-34f;
-// The Philox stream of stochastic rounding; dropout's is 0.
-inline constexpr uint32_t kRoundingStream = 1;
 
 // Four codes in a cell. The instruction takes bytes without a sign on the left: there a code is
 // stored with kLeftOffset added, for which the sums of a column start at -kLeftOffset times the sum
-// of its codes. Sums wrap around on the way, and are right in the end: |sum| <= 127^2 depth.
+// of its codes. That start is the largest number on the way: at most 128 * 127 * depth.
 struct ByteCodes {
   using Element = int8_t;
   using Number = float;  // of finished sums
@@ -148,7 +147,8 @@ struct Lines {
   void set_starts() {
     if (start == nullptr) return;
     for (int v = 0; v < kVectors; ++v) {
-      const SignedWords starts = total[v] * -M::kLeftOffset;
+      // Without a sign: a line that is not finite may have any codes.
+      const WordBits starts = (WordBits)total[v] * static_cast<uint32_t>(-M::kLeftOffset);
       std::memcpy(start + v * M::kLanes, &starts, sizeof(starts));
     }
   }
@@ -159,11 +159,11 @@ struct Lines {
 ONEPASS_INLINE SignedWords magnitude_bits(Vec<float> x) { return (SignedWords)absolute(x); }
 ONEPASS_INLINE SignedWords larger_word(SignedWords a, SignedWords b) { return a > b ? a : b; }
 
-// The codes of x * inverse; a number that is not finite gives any.
+// The codes of x * inverse. That of a number that is not finite may be any; its line has no scale.
 ONEPASS_INLINE SignedWords code_of(Vec<float> scaled) { return nearest_word(scaled); }
 
-// Rounds down after adding a number of 16 bits from [0, 1): the expectation is x. Where a product
-// with the inverse is a bit over 127 the sum may be 128.
+// Rounds down after adding a number of 16 bits from [0, 1): the expectation is x, to 2^-16. By
+// rounding, a product with the inverse may exceed 127, so the sum is clamped.
 ONEPASS_INLINE SignedWords random_code_of(Vec<float> scaled, Vec<float> uniform) {
   const Vec<float> most = broadcast<float>(kMostCode);
   const Vec<float> sum = smaller(larger(scaled + uniform, -most), most);
@@ -189,13 +189,12 @@ inline int32_t largest_of(const float* line, int64_t depth) {
   return largest;
 }
 
-// Lines that are dense along k: line(i) is where line i begins. If kRandom line i has the random
-// numbers of the elements from first_element + i * depth on.
+// Lines that are dense along k: line(i) is where line i begins. With kRandom, line i takes the
+// random numbers of the elements from first_element + i * depth on.
 template <bool kRandom, class M, int64_t kWidth, class Line>
 void pack_lines(Line&& line, int64_t count, int64_t depth, const int64_t* seed,
                 int64_t first_element, Lines<M, kWidth>& to) {
   constexpr int n = M::kLanes;
-  constexpr int64_t kSquareDepth = n * M::kPerCell;
   for (int64_t i = 0; i < count; ++i) to.largest[i] = largest_of(line(i), depth);
   to.set_scales();
   const Dropout key = kRandom ? make_dropout(seed, 0.0) : Dropout{};
@@ -217,16 +216,16 @@ void pack_lines(Line&& line, int64_t count, int64_t depth, const int64_t* seed,
     return (Vec<float>)M::neighbours(codes);
   };
   const int64_t cells = ceil_div(depth, M::kPerCell);
-  for (int64_t k = 0; k < depth; k += kSquareDepth) {
-    const int64_t here = std::min(kSquareDepth, depth - k);
+  for (int64_t k = 0; k < depth; k += kSquare<M>) {
+    const int64_t here = std::min(kSquare<M>, depth - k);
     for (int v = 0; v < to.kVectors; ++v) {
       const int64_t lines = std::clamp<int64_t>(count - v * n, 0, n);
       Vec<float> square[n];
       for (int64_t i = lines; i < n; ++i) square[i] = Vec<float>{};
-      if (here == kSquareDepth && lines == n) {
+      if (here == kSquare<M> && lines == n) {
 #pragma GCC unroll 16
         for (int i = 0; i < n; ++i) square[i] = cells_of(v * n + i, k, here, std::true_type());
-      } else if (here == kSquareDepth) {
+      } else if (here == kSquare<M>) {
         for (int i = 0; i < lines; ++i) square[i] = cells_of(v * n + i, k, here, std::true_type());
       } else {
         for (int i = 0; i < lines; ++i) square[i] = cells_of(v * n + i, k, here, std::false_type());

@@ -5,15 +5,16 @@
 //                          * scale_left[i] * scale_right[j] + bias[j]
 //
 // Two passes. The first reads each factor once, takes a line's largest magnitude while the line is
-// in a near cache, and packs its codes into the workspace, a quarter of the factor's bytes, as the
-// tiles read them. The second computes pieces of the output, in tiles as in product.cpp. Sums of
-// codes are exact, so neither pieces, threads nor CPU levels change a bit. Done when tiles run at
-// the speed of the integer multiply-adds, and packing at that of memory.
+// in a near cache, and packs its codes into the workspace as the tiles read them: a quarter of the
+// factor's bytes, or half where codes take 16 bits. The second computes pieces of the output, in
+// tiles as in product.cpp. Sums of codes are exact, so neither pieces, threads nor CPU levels
+// change a bit. Done when tiles run at the speed of the integer multiply-adds, and packing at that
+// of memory.
 //
 // The smaller scale is multiplied first: the two together could overflow where a sum does not.
 //
-// A line with a number that is not finite has no scale. Its sums are of the float32 products with
-// such a factor alone, and of the bias: they are what float32 gives, Inf or NaN.
+// A line with NaN or Inf has no scale. Each of its sums is computed again, as the bias plus those
+// float32 products that have such a factor: it is float32's Inf or NaN.
 #include "cpu/linear/quantized.h"
 
 #include <cmath>
@@ -38,7 +39,7 @@ constexpr int64_t kPiecePanels = 8;
 constexpr int64_t kMostGroup = 8;
 
 struct Layout {
-  bool bytes;  // whether ByteCodes
+  bool has_byte_products;
   Sums sums;
   bool finish;
   int64_t strips;  // of the left factor
@@ -162,16 +163,17 @@ class Quantized {
     const auto put = [&](int v, auto count) {
       const int64_t col = v * M::kLanes;
       float* to = tile.sums + col;
-      const SignedWords start =
-          tile.start ? (SignedWords)load<float>(reinterpret_cast<const float*>(tile.start) + col)
-                     : SignedWords{};
+      const WordBits start =
+          tile.start ? (WordBits)load<float>(reinterpret_cast<const float*>(tile.start) + col)
+                     : WordBits{};
       const Vec<float> scale = load<float>(tile.right_scales + col);
       const Vec<float> bias = tile.bias ? load<float>(tile.bias + col) : Vec<float>{};
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         float* at = to + r * tile.sums_row;
-        SignedWords whole = sum[r][v] + start;
-        if (!tile.start) whole += (SignedWords)load<float>(at, count);
+        WordBits bits = (WordBits)sum[r][v] + start;
+        if (!tile.start) bits += (WordBits)load<float>(at, count);
+        const auto whole = (SignedWords)bits;
         if (tile.left_scales) {
           const Vec<float> other = broadcast<float>(tile.left_scales[r]);
           const Vec<float> number = __builtin_convertvector(whole, Vec<float>) *
@@ -265,7 +267,7 @@ class Quantized {
     return {begin, end};
   }
 
-  // The spans of columns, empty ones of those with a scale; whether there is another.
+  // Finds the span of each column without a scale; the others' are empty. Whether there is one.
   bool find_not_finite(int64_t col, int64_t cols, Span* spans) const {
     bool some = false;
     for (int64_t j = 0; j < cols; ++j) {
@@ -277,7 +279,7 @@ class Quantized {
     return some;
   }
 
-  // Replaces the sums of a row, if it has no scale, or of its columns without one.
+  // Computes sums of a row again: all if it has no scale, else those of columns without one.
   void put_not_finite(int64_t row, bool is_finite, int64_t col, int64_t cols, const Span* columns,
                       const float* bias, float* sums) const {
     const Span of_row =
@@ -325,8 +327,8 @@ decltype(auto) visit_codes(bool bytes, F&& f) {
 }
 
 Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& layout) {
-  layout.bytes = kMayMultiplyBytes && machine.multiplies_bytes;
-  return visit_codes(layout.bytes, [&]<class M>() -> Plan {
+  layout.has_byte_products = kMayMultiplyBytes && machine.multiplies_bytes;
+  return visit_codes(layout.has_byte_products, [&]<class M>() -> Plan {
     layout.sums = place_of_sums(args, sizeof(float));
     layout.finish = has_finish(args, layout.sums);
     layout.strips = ceil_div(args.rows, kStripRows);
@@ -366,16 +368,17 @@ Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& l
             .kernel_name = "quantized_kernel",
             .rows_per_tile = kStripRows,
             .splits = pieces,
-            .reason = layout.bytes ? "int8 dot products, quantised while packing"
-                                   : "int8 as products of 16 bits, for want of an instruction, "
-                                     "quantised while packing",
+            .reason = layout.has_byte_products
+                          ? "int8 dot products, quantised while packing"
+                          : "int8 by products of 16 bits (no VNNI), quantised while "
+                            "packing",
             .threads = threads};
   });
 }
 
 void run_quantized(const LinearProduct& args, const Plan& plan, const Layout& layout,
                    void* workspace, const Context& context) {
-  visit_codes(layout.bytes, [&]<class M>() {
+  visit_codes(layout.has_byte_products, [&]<class M>() {
     const Quantized<M> quantized(args, layout, workspace);
     const int64_t packs =
         ceil_div(layout.panels, layout.panel_group) + ceil_div(layout.strips, layout.strip_group);

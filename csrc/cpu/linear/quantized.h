@@ -7,8 +7,9 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// The sums of more products of codes could overflow: 127^2 2^17 < 2^31.
+// The sums of more products of codes could overflow.
 inline constexpr int64_t kMostQuantizedDepth = 1 << 17;
+static_assert(128 * 127 * kMostQuantizedDepth < int64_t{1} << 31);
 
 inline bool quantizes(const LinearProduct& args) {
   return args.quantizes_factors && args.left_dtype == DType::kFloat32 &&

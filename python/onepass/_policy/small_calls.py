@@ -293,6 +293,11 @@ def linear_weights(module: nn.Module) -> list[Tensor]:
     return weights
 
 
+def has_float32_weights(module: nn.Module) -> bool:
+    """Whether a module may pass weights in float32 to F.linear."""
+    return any(weight.dtype is torch.float32 for weight in linear_weights(module))
+
+
 def matrices(parameters: Iterable[Tensor | None]) -> list[Tensor]:
     """Possible factors of a product, stacks of matrices included."""
     return [p for p in parameters if p is not None and p.dim() >= 2 and p.is_floating_point()]

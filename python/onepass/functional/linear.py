@@ -53,13 +53,14 @@ def linear(
             calls avx512_bf16: the factors are rounded to bfloat16 while they are packed; other CPUs
             compute in float32. "int8": the factors of the output and of input's gradient are
             quantised to 8 bits while they are packed, each row of input (and of the output's
-            gradient) and each line of weight by its largest magnitude, as in SwitchBack (Wortsman
-            et al. 2023). "int8:" and some of output, dinput, dweight, joined by "+", quantises
-            these products; with "+stochastic" the output's gradient is rounded to codes
-            stochastically for input's. Products that are not named, and sums over more than
-            131,072 products, are computed as with "medium". Quantised products have the same bits
-            on all CPUs; those with VNNI are fast. A line with Inf or NaN gives what float32 gives,
-            one of numbers below 1e-34 zeros.
+            gradient) and each row of weight (column, for input's gradient) by its largest
+            magnitude, as in SwitchBackQ (Wortsman et al. 2023). "int8:" and some of output, dinput,
+            dweight, joined by "+", quantises these products; with "+stochastic" the output's
+            gradient is rounded to codes stochastically for input's, by a seed that each call draws
+            from torch's generator. Products that are not named, and sums over more than 131,072
+            products, are computed as with "medium". Quantised products have the same bits on all
+            CPUs; those with VNNI are fast. A line with Inf or NaN gives what float32 gives; one
+            whose numbers are all below 1e-34 counts as zeros.
             "high", "highest": float32, as three products of bfloat16 are no faster than one of
             float32 here. None: as torch's global setting says
             (`torch.set_float32_matmul_precision`, or
@@ -96,7 +97,6 @@ def linear(
         operands = _autocast_operands(input, weight, bias)
         are_wide = operands[0].dtype is torch.float32 is operands[1].dtype
         mask, rounds_randomly = factors_of(precision) if are_wide else (0, False)
-        rounds_randomly = rounds_randomly and torch.is_grad_enabled()
         if activation is None and p == 0.0 and residual is None and not rounds_randomly:
             return _linear.linear(*operands, mask)
         kind = _ACTIVATIONS.get(activation, _linear.Activation.NONE)

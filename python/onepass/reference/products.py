@@ -19,26 +19,30 @@ _LEAST_LARGEST = 1e-34  # a line of smaller numbers is zeros
 _ROUNDING_STREAM = 1  # of Philox; dropout's is 0
 
 
-class _Rounded(torch.autograd.Function):
-    """x rounded to bfloat16, in its own dtype; its derivative is taken to be 1."""
+class _StraightThrough(torch.autograd.Function):
+    """A function of x whose derivative is taken to be 1; further arguments have none."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x):
-        return x.to(torch.bfloat16).to(x.dtype)
-
-    @staticmethod
     def setup_context(ctx, inputs, outputs):
-        pass
+        ctx.further = len(inputs) - 1
 
     @staticmethod
     def backward(ctx, dx):
-        return dx
+        return (dx, *[None] * ctx.further) if ctx.further else dx
 
     @staticmethod
-    def jvp(ctx, dx):
+    def jvp(ctx, dx, *_):
         return dx.clone()
+
+
+class _Rounded(_StraightThrough):
+    """x rounded to bfloat16, in its own dtype."""
+
+    @staticmethod
+    def forward(x):
+        return x.to(torch.bfloat16).to(x.dtype)
 
 
 def factors(round_factors: bool, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -62,10 +66,8 @@ class _GradientRounded(_Rounded):
         return _Rounded.apply(dx)
 
 
-class _Quantized(torch.autograd.Function):
-    """x quantised along `dim`, in its own dtype; its derivative is taken to be 1."""
-
-    generate_vmap_rule = True
+class _Quantized(_StraightThrough):
+    """x quantised along `dim`, in its own dtype."""
 
     @staticmethod
     def forward(x, dim, seed):
@@ -81,18 +83,6 @@ class _Quantized(torch.autograd.Function):
             codes = (scaled + uniform.reshape(x.shape).to(torch.float32)).floor()
         scale = torch.where(is_zero, 0.0, largest / most)
         return codes.clamp(-_MOST_CODE, _MOST_CODE).to(x.dtype) * scale.to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        pass
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx, None, None
-
-    @staticmethod
-    def jvp(ctx, dx, *_):
-        return dx.clone()
 
 
 def multiply(

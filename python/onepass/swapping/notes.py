@@ -56,10 +56,6 @@ _LEFT_IN_FLOAT32 = (
 )
 _WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
 _IN_FLOAT32 = (
-    "; {names} stay in float32, as the first, the last or an embedding's (include= takes them too)"
-)
-_WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
-_IN_FLOAT32 = (
     "precision={precision!r}: products of {modules} stay in float32, whatever torch's setting"
 )
 _WITHOUT_DOTS = (
@@ -218,8 +214,7 @@ def _of_precision(plan: Plan) -> str:
 def _of_codes(plan: Plan) -> str:
     left = plan.not_quantized()
     count = sum(
-        id(module) not in left
-        and any(weight.dtype is torch.float32 for weight in small_calls.linear_weights(module))
+        id(module) not in left and small_calls.has_float32_weights(module)
         for module in plan.modules_with_products()
     )
     texts = {

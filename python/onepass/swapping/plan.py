@@ -52,7 +52,7 @@ _NOT_BY_FORCE = "; force does not change that"
 _WITH_PRODUCTS = ("attention", "linear")
 _LINEAR = (nn.Linear, nn.MultiheadAttention)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_READ_DIRECTLY = torch.nn.modules.linear.NonDynamicallyQuantizableLinear  # a part of the latter
+_READ_DIRECTLY = torch.nn.modules.linear.NonDynamicallyQuantizableLinear  # by MultiheadAttention
 
 
 @contextlib.contextmanager
@@ -174,15 +174,15 @@ class Plan:
     def not_quantized(self) -> dict[int, str]:
         """The names by id of swapped linear layers that stay in float32 under "int8", unless the
         options include them by name: the first and the last of the model, and those that share an
-        embedding's weight. Their errors cost most (SwitchBack, Wortsman et al. 2023)."""
+        embedding's weight."""
         if not quantizes(self.precision) or self._choice.include is not None:
             return {}
         swapped = {entry["name"] for entry in self.report.swapped if entry["kind"] == "linear"}
         linear = [
             item
             for item in self.found
-            if (isinstance(item.module, _LINEAR) and not isinstance(item.module, _READ_DIRECTLY))
-            or item.names[0] in swapped
+            if item.names[0] in swapped
+            or (isinstance(item.module, _LINEAR) and not isinstance(item.module, _READ_DIRECTLY))
         ]
         # A module that calls F.linear comes before the layers in it, and runs them in any order.
         known = {id(item.module) for item in linear}
@@ -203,7 +203,7 @@ class Plan:
         return {
             id(item.module): item.names[0] or type(item.module).__name__
             for item in (*alone[:1], *alone[-1:], *tied)
-            if id(item.module) in taken
+            if id(item.module) in taken and small_calls.has_float32_weights(item.module)
         }
 
     def modules_with_products(self) -> list[nn.Module]:

@@ -258,28 +258,27 @@ def _linear():
     yield from raw("linear_forward", tensors, optional=("bias",), factor_mask=2)
 
     def backward_tensors():
-        return {"doutput": randn(6, 24), "input": randn(6, 40), "weight": randn(24, 40)}
+        names = {"doutput": randn(6, 24), "input": randn(6, 40), "weight": randn(24, 40)}
+        return names | {"rounding_seed": torch.tensor([3, 4])}
 
     def backward(op):
-        def run(doutput, input, weight):
+        def run(doutput, input, weight, rounding_seed):
             dtypes = [None if given is None else F32 for given in (weight, input)]
-            return flat(op(doutput, input, weight, *dtypes, torch.bfloat16))
+            mask = 15 if rounding_seed is not None else 0
+            return flat(op(doutput, input, weight, *dtypes, torch.bfloat16, mask, rounding_seed))
 
         return run
 
-    def seeded_tensors():
-        return backward_tensors() | {"rounding_seed": torch.tensor([3, 4])}
-
-    yield from raw("linear_backward", seeded_tensors, factor_mask=15, input_dtype=F32,
-                   weight_dtype=F32, bias_dtype=F32)  # fmt: skip
     for op in (RAW.linear_backward, RAW.linear_backward_check):
-        optional = ("input", "weight")
+        optional = ("input", "weight", "rounding_seed")
         yield Call(f"ops.{op.__name__}", backward_tensors, backward(op), optional=optional)
 
     def epilogue():
-        return everything() | {"seed": torch.tensor([3, 4])}
+        seeds = ("seed", "rounding_seed")
+        return everything() | {name: torch.tensor([3, 4]) for name in seeds}
 
-    yield from raw("linear_epilogue_forward", epilogue, optional=("bias", "residual"),
+    optional = ("bias", "residual", "rounding_seed")
+    yield from raw("linear_epilogue_forward", epilogue, optional=optional,
                    dropout_p=0.4, activation_kind=1, save_preactivation=True)  # fmt: skip
 
     def upstream():

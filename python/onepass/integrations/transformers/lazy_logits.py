@@ -452,7 +452,6 @@ def head_name(model: nn.Module) -> str | None:
 @functools.cache
 def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The lazy class for nn.Linear, and for the class that swap gives it."""
-    is_ours = cls is classes.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
@@ -461,9 +460,11 @@ def _lazy_class(cls: type[nn.Module]) -> type[nn.Module]:
         dtype = input.dtype
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-        precision = precision_of(self) if is_ours else None
-        product = functools.partial(linear_where_it_gains, precision=precision)
-        source = _Source(input, weight, bias, dtype, product if is_ours else F.linear, precision)
+        precision, product = None, F.linear
+        if cls is classes.Linear:
+            precision = precision_of(self)
+            product = functools.partial(linear_where_it_gains, precision=precision)
+        source = _Source(input, weight, bias, dtype, product, precision)
         return _Head.apply(input, weight, bias, source)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib
 import matplotlib.patches
 import matplotlib.ticker
@@ -78,7 +80,7 @@ def _plot_losses(axes: Axes, phase: Sameness) -> None:
     axes.fill_between(phase.steps, low, high, color=BAND, label="all stock runs")
     axes.plot(phase.steps, phase.stock[0], color=STOCK, lw=2.6, label="stock")
     axes.plot(phase.steps, phase.swapped, color=OURS, lw=1.4, ls="--", label="swapped")
-    for (name, losses), style in zip(phase.others.items(), _STYLES, strict=False):
+    for (name, losses), style in zip(phase.others.items(), itertools.cycle(_STYLES), strict=False):
         axes.plot(phase.steps, losses, color=OURS, lw=1.2, ls=style, label=swapped_at(name))
     axes.set_title(f"{phase.curve_name[0].upper()}{phase.curve_name[1:]}{_with(phase.dropout)}")
     axes.tick_params(labelbottom=False)

@@ -61,18 +61,17 @@ def _onednn_dweight(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.mkldnn._linear_pointwise(x.t(), g.t(), None, "none", [], "").t(), g.sum(0)
 
 
-_DYNAMIC: dict[int, torch.nn.Module] = {}  # by the weight that they were made of
+_DYNAMIC: list = []  # the last weight, and the layer made of it
 
 
 def _quantized_dynamically(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """torch.ao.quantization.quantize_dynamic: the weight was quantised before, per column."""
-    if id(w) not in _DYNAMIC:
-        _DYNAMIC.clear()
+    if not _DYNAMIC or _DYNAMIC[0] is not w:
         layer = torch.nn.Linear(w.shape[1], w.shape[0], device="cpu")
         layer.weight.data, layer.bias.data = w.detach(), b.detach()
         layer.qconfig = torch.ao.quantization.per_channel_dynamic_qconfig
-        _DYNAMIC[id(w)] = torch.ao.nn.quantized.dynamic.Linear.from_float(layer)
-    return (_DYNAMIC[id(w)](x),)
+        _DYNAMIC[:] = w, torch.ao.nn.quantized.dynamic.Linear.from_float(layer)
+    return (_DYNAMIC[1](x),)
 
 
 def _own_dinput(g: Tensor, w: Tensor, mask: int = 0) -> tuple[Tensor, ...]:
