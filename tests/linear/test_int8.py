@@ -342,6 +342,7 @@ def test_16_bits_and_autocast_decide_before_it():
     expected = functional.linear(*narrow)
     assert torch.equal(functional.linear(*narrow, precision="int8"), expected)
     with torch.autocast("cpu", torch.bfloat16):
+        expected = functional.linear(x, w, b)
         assert torch.equal(functional.linear(x, w, b, precision="int8"), expected)
     wide = [t.double() for t in (x, w, b)]
     assert torch.equal(functional.linear(*wide, precision="int8"), functional.linear(*wide))

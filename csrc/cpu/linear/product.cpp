@@ -482,7 +482,8 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
             .kernel_name = "linear_kernel",
             .rows_per_tile = kStripRows,
             .splits = pieces,
-            .reason = rounds<M>(args)    ? "bfloat16 dot products, rounded while packing"
+            .reason = args.cols == 0     ? "sums of rows"
+                      : rounds<M>(args)  ? "bfloat16 dot products, rounded while packing"
                       : M::kPerCell == 2 ? "bfloat16 dot products"
                                          : "multiply-adds, converted while packing",
             .threads = taken};

@@ -45,13 +45,21 @@ _ROUNDED = (
     "far the results are from float32's"
 )
 _QUANTIZED = (
-    "precision={precision!r}: products of float32 for {products} of linear layers in {modules} "
-    "take factors quantised to 8 bits, those for the others as with 'medium', and calls too small "
-    "to gain stay float32; sums, weights and gradients are float32{left}; report.verify(batch) "
-    "says how far the results are from float32's{slow}"
+    "precision={precision!r}: {modules} with linear layers quantise factors to 8 bits; for "
+    "{products} in float32, and compute the other products as with 'medium'; calls too small to "
+    "gain are not quantised, and attention and losses follow torch's setting; "
+    "report.verify(batch) says how far the results are from float32's{slow}"
 )
-_NOT_QUANTIZED = "precision={precision!r} changes nothing here: it takes no linear layer{left}"
+_NOT_QUANTIZED = (
+    "precision={precision!r} changes nothing: no swapped linear layer of float32 takes it"
+)
 _LEFT_IN_FLOAT32 = (
+    "precision={precision!r} leaves in float32: {names}; the first and the last linear layer in "
+    "the order of model.modules(), and those that share an embedding's weight; include='*' takes "
+    "them too"
+)
+_WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
+_IN_FLOAT32 = (
     "; {names} stay in float32, as the first, the last or an embedding's (include= takes them too)"
 )
 _WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
@@ -166,7 +174,9 @@ def _of_the_swap(model: nn.Module, plan: Plan) -> Iterator[str]:
 def _of_results(plan: Plan) -> Iterator[str]:
     """Notes on results that are computed in another way, or by other code."""
     kinds = _kinds(plan)
-    if plan.precision is not None:
+    if quantizes(plan.precision):
+        yield from _of_codes(plan)
+    elif plan.precision is not None:
         yield _of_precision(plan)
     if "dropout" in kinds:
         yield _RANDOM_STREAMS
@@ -202,8 +212,6 @@ def _of_results(plan: Plan) -> Iterator[str]:
 def _of_precision(plan: Plan) -> str:
     count = len(plan.modules_with_products())
     modules = "1 module" if count == 1 else f"{count} modules"
-    if quantizes(plan.precision):
-        return _of_codes(plan)
     if plan.precision != "medium":
         return _IN_FLOAT32.format(precision=plan.precision, modules=modules)
     if not rounds_factors("medium"):
@@ -211,24 +219,24 @@ def _of_precision(plan: Plan) -> str:
     return _ROUNDED.format(modules=modules)
 
 
-def _of_codes(plan: Plan) -> str:
+def _of_codes(plan: Plan) -> Iterator[str]:
     left = plan.not_quantized()
     count = sum(
         id(module) not in left and small_calls.has_float32_weights(module)
         for module in plan.modules_with_products()
     )
-    texts = {
-        "precision": plan.precision,
-        "left": _LEFT_IN_FLOAT32.format(names=", ".join(left.values())) if left else "",
-    }
-    if not count:
-        return _NOT_QUANTIZED.format(**texts)
-    return _QUANTIZED.format(
-        products=" and ".join(quantized_products(plan.precision)),
-        modules="1 module" if count == 1 else f"{count} modules",
-        slow="" if HAS_BYTE_PRODUCTS else _WITHOUT_VNNI,
-        **texts,
-    )
+    if count:
+        yield _QUANTIZED.format(
+            precision=plan.precision,
+            products=" and ".join(quantized_products(plan.precision)),
+            modules="1 module" if count == 1 else f"{count} modules",
+            slow="" if HAS_BYTE_PRODUCTS else _WITHOUT_VNNI,
+        )
+    else:
+        yield _NOT_QUANTIZED.format(precision=plan.precision)
+    if left:
+        names = ", ".join(map(repr, left.values()))
+        yield _LEFT_IN_FLOAT32.format(precision=plan.precision, names=names)
 
 
 def _of_costs(plan: Plan) -> Iterator[str]:

@@ -70,13 +70,15 @@ class CallCounts:
         return CallCounts(self.ours, self.left, self.small, again.ours - self.ours)
 
 
+_LEAST_OF_MEDIAN = 1e-3  # a size that distances are at least divided by
 _TAKEN = {"medium": "rounded to bfloat16", "int8": "quantised to 8 bits"}
 
 
 class Rounding(NamedTuple):
     """The effect of products that round or quantise float32 factors, swapped against swapped.
 
-    Distances are those of whole tensors, ``|rounded - exact| / |exact|``.
+    Distances are those of whole tensors, ``|rounded - exact| / |exact|``; a tensor smaller than a
+    thousandth of the median is divided by that.
     """
 
     loss: float  # with rounded factors
@@ -90,11 +92,13 @@ class Rounding(NamedTuple):
     def of(cls, rounded, exact, precision: str) -> Rounding | None:
         """Compares two runs; None if no product rounded."""
         distances = {}
-        for name, ref in exact.tensors.items():
-            ref, tensor = ref.double(), rounded.tensors[name].double()
-            size = ref.norm().item()
-            if size and math.isfinite(size):
-                distances[name] = (tensor - ref).norm().item() / size
+        sizes = {name: ref.double().norm().item() for name, ref in exact.tensors.items()}
+        sizes = {name: size for name, size in sizes.items() if size and math.isfinite(size)}
+        # A gradient that is zero but for rounding has no direction: it counts beside the others.
+        least = _LEAST_OF_MEDIAN * statistics.median(sizes.values()) if sizes else 0.0
+        for name, size in sizes.items():
+            tensor, ref = rounded.tensors[name].double(), exact.tensors[name].double()
+            distances[name] = (tensor - ref).norm().item() / max(size, least)
         if not any(distances.values()):
             return None
         name = max(distances, key=distances.get)

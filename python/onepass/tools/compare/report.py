@@ -369,7 +369,11 @@ def linear_text(speed: Speed) -> str:
     for name, rate in rates.items():
         share = f" ({rate / products.ceiling:.0%})".replace("%", " %") if products.ceiling else ""
         found.append(f"{name} {rate:,.0f} GFLOP/s{share}")
-    ceiling = f"; of {products.ceiling:,.0f} that this CPU reaches" if products.ceiling else ""
+    ceiling = (
+        f"; of {products.ceiling:,.0f} that this CPU reaches at the model's dtype"
+        if products.ceiling
+        else ""
+    )
     return f"  linear layers: {'; '.join(found)}{ceiling}."
 
 

@@ -19,7 +19,7 @@ KEPT = ", kept memory"
 _MEDIUM = ", medium precision"
 MEDIUM, SWAPPED_MEDIUM = f"{STOCK}{_MEDIUM}", f"{SWAPPED}{_MEDIUM}"
 MEDIUM_MEANS = (
-    "products of float32 in bfloat16, as the user allows by "
+    "products of float32 that may be in bfloat16, as the user allows by "
     'torch.set_float32_matmul_precision("medium")'
 )
 _AT = ", "
