@@ -192,7 +192,7 @@ FAULTS = [
             "if any(given.get(name) is not None for name in unless):",
             "if False:",
         ),
-        ("_mapping.py", " or any(arguments[place] is not None for place in unless):", ":"),
+        ("_mapping.py", " or not given.isdisjoint(unless):", ":"),
         ("_mapping.py", "lambda tensor: None if _is_absent(tensor) else 0", "lambda tensor: 0"),
         (
             "_ops/fake_checks.py",

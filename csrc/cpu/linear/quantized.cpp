@@ -1,4 +1,4 @@
-// A product whose factors are quantised on the fly (SwitchBack: Wortsman et al., "Stable and
+// A product whose factors are quantised on the fly (SwitchBackQ: Wortsman et al., "Stable and
 // low-precision training for large-scale vision-language models", 2023):
 //
 //   scalar: output[i][j] = (sum over k of code_left[i][k] * code_right[k][j])

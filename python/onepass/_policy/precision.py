@@ -59,10 +59,10 @@ def changes_factors(precision: str | None) -> bool:
 def factors_of(precision: str | None) -> Factors:
     """How a linear layer's products take factors that are both float32.
 
-    "int8" quantises those of output and dinput, as SwitchBack does (Wortsman et al. 2023); those of
-    dweight are rounded to bfloat16 where the CPU multiplies pairs of those.
+    "int8" quantises those of output and dinput, as SwitchBackQ does (Wortsman et al. 2023); those
+    of dweight are rounded to bfloat16 where the CPU multiplies pairs of those.
     """
-    if not quantizes(precision):
+    if precision is None or not precision.startswith(INT8):  # without calls: most layers are here
         return _ROUNDING if rounds_factors(precision) else _AS_THEY_ARE
     return _int8(precision)
 
