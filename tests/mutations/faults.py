@@ -82,6 +82,12 @@ FAULTS = [
             "sum[r][v] + first",
         ),
         ("few_rows.h", "is_odd ? nullptr : row + right_step", "row + right_step"),
+        ("codes.h", "total[v] * static_cast<uint32_t>(-M::kLeftOffset)", "total[v] * 0u"),
+        ("codes.h", "first_element + i * depth + k", "first_element + k"),
+        ("codes.h", "if (largest[i] >= kInfinity) {", "if (false) {"),
+        ("quantized.cpp", ".start = cell == 0 ? starts_ + at : nullptr", ".start = starts_ + at"),
+        ("quantized.cpp", "smaller(other, scale) * larger(other, scale)", "(other * scale)"),
+        ("quantized.cpp", "add(of_column);", "(void)of_column;"),
     ),
     *_of(
         "csrc/cpu/",
