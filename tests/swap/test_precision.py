@@ -73,6 +73,12 @@ def note_of(report, precision):
     return note
 
 
+def distance(found, exact):
+    """That of whole tensors. A code is off by half of 1/127 of the largest number of its line at
+    most, which is some 1 % of a number of normal draws."""
+    return ((found - exact).norm() / exact.norm()).item()
+
+
 def left_in(report):
     """The note on layers that int8 leaves out, or none."""
     return next((note for note in report.notes if "leaves in float32" in note), "")
@@ -287,7 +293,7 @@ def test_int8_leaves_the_first_the_last_and_tied_layers():
     assert "2 modules" in note and "output and dinput" in note
     assert "leaves in float32: 'blocks.0', 'value', 'head';" in left_in(report)
     assert vars(model.head)[policy.ATTRIBUTE] == "highest"
-    torch.testing.assert_close(run(model, x), stock, rtol=0, atol=0.1)
+    assert 1e-4 < distance(run(model, x), stock) < 0.03
     onepass.swap(model, precision="int8", include="*")
     assert len(quantized(model)) == 5
     onepass.swap(model, precision="int8", include="blocks.*", exclude="blocks.1")
@@ -346,8 +352,7 @@ def test_int8_quantises_swapped_linear_layers_alone():
     exact = onepass.swap(attention) and run(attention, x)
     onepass.swap(attention, precision="int8", include="*")
     found = run(attention, x)
-    assert not torch.equal(found, exact)
-    torch.testing.assert_close(found, exact, rtol=0, atol=0.05)
+    assert 1e-4 < distance(found, exact) < 0.03
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8:output+dinput+dweight+stochastic"])

@@ -126,10 +126,9 @@ def swap(
             bits in linear layers, for the output and for the input's gradient (SwitchBack), but
             not in the first and the last of the model and in those that share an embedding's
             weight, unless `include` names them; those stay in float32, and so do calls too small to
-            gain, which depends on rows and threads. Sums,
-            weights, gradients and all else stay in float32. None: torch's setting. Kept by copies
-            and `torch.save`, taken back by `unswap`; a call for a model that is swapped already
-            changes it.
+            gain, which depends on rows and threads. Sums, weights, gradients and all else stay in
+            float32. None: torch's setting. Kept by copies and `torch.save`, taken back by `unswap`;
+            a call for a model that is swapped already changes it.
             `Report.verify` says how far the results are from float32's.
 
     Returns:

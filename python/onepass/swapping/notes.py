@@ -60,10 +60,6 @@ _LEFT_IN_FLOAT32 = (
 )
 _WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
 _IN_FLOAT32 = (
-    "; {names} stay in float32, as the first, the last or an embedding's (include= takes them too)"
-)
-_WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
-_IN_FLOAT32 = (
     "precision={precision!r}: products of {modules} stay in float32, whatever torch's setting"
 )
 _WITHOUT_DOTS = (
@@ -210,13 +206,16 @@ def _of_results(plan: Plan) -> Iterator[str]:
 
 
 def _of_precision(plan: Plan) -> str:
-    count = len(plan.modules_with_products())
-    modules = "1 module" if count == 1 else f"{count} modules"
+    modules = _counted(len(plan.modules_with_products()))
     if plan.precision != "medium":
         return _IN_FLOAT32.format(precision=plan.precision, modules=modules)
     if not rounds_factors("medium"):
         return _WITHOUT_DOTS.format(level=_C.cpu_level())
     return _ROUNDED.format(modules=modules)
+
+
+def _counted(modules: int) -> str:
+    return "1 module" if modules == 1 else f"{modules} modules"
 
 
 def _of_codes(plan: Plan) -> Iterator[str]:
@@ -229,7 +228,7 @@ def _of_codes(plan: Plan) -> Iterator[str]:
         yield _QUANTIZED.format(
             precision=plan.precision,
             products=" and ".join(quantized_products(plan.precision)),
-            modules="1 module" if count == 1 else f"{count} modules",
+            modules=_counted(count),
             slow="" if HAS_BYTE_PRODUCTS else _WITHOUT_VNNI,
         )
     else:

@@ -86,10 +86,10 @@ class Rounding(NamedTuple):
     median: float  # of the tensors' distances
     largest: float
     name: str  # of the tensor that is furthest off
-    precision: str  # of modules or torch's setting, more than one joined by " and "
+    precisions: list[str]  # of modules or torch's setting
 
     @classmethod
-    def of(cls, rounded, exact, precision: str) -> Rounding | None:
+    def of(cls, rounded, exact, precisions: list[str]) -> Rounding | None:
         """Compares two runs; None if no product rounded."""
         distances = {}
         sizes = {name: ref.double().norm().item() for name, ref in exact.tensors.items()}
@@ -103,11 +103,11 @@ class Rounding(NamedTuple):
             return None
         name = max(distances, key=distances.get)
         median = statistics.median(distances.values())
-        return cls(rounded.loss, exact.loss, median, distances[name], name, precision)
+        return cls(rounded.loss, exact.loss, median, distances[name], name, precisions)
 
     def __str__(self) -> str:
-        names = (name.partition(":")[0] for name in self.precision.split(" and "))
-        taken = " and ".join(dict.fromkeys(_TAKEN[name] for name in names))
+        names = dict.fromkeys(name.partition(":")[0] for name in self.precisions)
+        taken = " and ".join(_TAKEN[name] for name in names)
         return (
             f"factors of products {taken}: loss {self.loss:.7g}, {self.exact_loss:.7g} in float32; "
             f"tensors are {self.median:.1e} from float32's in the median, at most "

@@ -142,10 +142,10 @@ class _Pair:
         with _products_in_float32(self.model):
             verification = self.verdict()
         found = {precision_of(change.module) for change in self.changes}
-        if changing := sorted({p or "medium" for p in found if changes_factors(p)}):
+        if precisions := sorted({p or "medium" for p in found if changes_factors(p)}):
             with _products_in_float32(self.model):
                 exact = self._swapped()
-            verification.rounding = Rounding.of(self._swapped(), exact, " and ".join(changing))
+            verification.rounding = Rounding.of(self._swapped(), exact, precisions)
         return verification
 
     def verdict(self) -> Verification:
