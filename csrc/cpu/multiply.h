@@ -56,26 +56,31 @@ struct Fma64 {
   }
 };
 
-// Pairs of bfloat16 neighbours along k, two products per lane and step.
-struct Dot {
-  using Element = BFloat16;
-  using Number = float;
-  using Sum = Vec<float>;
+// Several narrow elements in a cell of 32 bits.
+struct WordCells {
   static constexpr int kLanes = cpu::kLanes<float>;
-  static constexpr int kPerCell = 2;
-  static constexpr int64_t kChain = 128;
   using Cells = WordBits;
 
-  ONEPASS_INLINE static Cells broadcast_cell(const BFloat16* a) {
-    uint32_t pair;
-    std::memcpy(&pair, a, sizeof(pair));
-    return pair - WordBits{};
+  ONEPASS_INLINE static Cells broadcast_cell(const void* a) {
+    uint32_t cell;
+    std::memcpy(&cell, a, sizeof(cell));
+    return cell - WordBits{};
   }
-  ONEPASS_INLINE static Cells load_cells(const BFloat16* b) {
+  ONEPASS_INLINE static Cells load_cells(const void* b) {
     Cells cells;
     std::memcpy(&cells, b, sizeof(cells));
     return cells;
   }
+};
+
+// Pairs of bfloat16 neighbours along k, two products per lane and step.
+struct Dot : WordCells {
+  using Element = BFloat16;
+  using Number = float;
+  using Sum = Vec<float>;
+  static constexpr int kPerCell = 2;
+  static constexpr int64_t kChain = 128;
+
   ONEPASS_INLINE static Vec<float> multiply_add(Cells a, Cells b, Vec<float> sum) {
     return multiply_add_pairs(a, b, sum);
   }

@@ -13,7 +13,13 @@ import onepass
 from onepass import _dispatch_log, explain, functional, reference
 from onepass._policy import precision as policy
 from onepass.reference.products import INT8_FORWARD, INT8_INPUT, INT8_WEIGHT, MOST_DEPTH, ROUNDED
-from tests.linear.test_precision import assert_right, global_precision, operands, rounded
+from tests.linear.test_precision import (
+    assert_right,
+    assert_rows_stand_alone,
+    global_precision,
+    operands,
+    rounded,
+)
 
 F32 = torch.float32
 RAW = torch.ops.onepass
@@ -94,19 +100,8 @@ def test_the_distance_from_float32_is_that_of_8_bits():
 
 
 @pytest.mark.isa
-def test_a_row_has_the_same_bits_with_any_other_rows_and_threads():
-    x, w, b = operands(200, 1030, 165)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        whole = functional.linear(x, w, b, precision="int8")
-        for rows in (1, 2, 7, 16, 17, 64):
-            assert torch.equal(functional.linear(x[:rows], w, b, precision="int8"), whole[:rows])
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(functional.linear(x, w, b, precision="int8"), whole)
-    finally:
-        torch.set_num_threads(before)
+def test_rows_stand_alone():
+    assert_rows_stand_alone((200, 1030, 165), "int8")
 
 
 def products(seed):

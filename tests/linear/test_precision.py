@@ -102,19 +102,25 @@ def test_the_distance_from_float32_is_that_of_bfloat16():
     assert 2**-16 < (error / sizes).max() < 2**-8
 
 
-@needs_dots
-def test_a_row_has_the_same_bits_with_any_other_rows_and_threads():
-    x, w, b = operands(200, 257, 65)
+def assert_rows_stand_alone(size, precision):
+    """A row has the same bits with any other rows, and on any number of threads."""
+    x, w, b = operands(*size)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = functional.linear(x, w, b, precision="medium")
+        whole = functional.linear(x, w, b, precision=precision)
         for rows in (1, 2, 7, 16, 17, 64):
-            assert torch.equal(functional.linear(x[:rows], w, b, precision="medium"), whole[:rows])
-        torch.set_num_threads(2)
-        assert torch.equal(functional.linear(x, w, b, precision="medium"), whole)
+            assert torch.equal(functional.linear(x[:rows], w, b, precision=precision), whole[:rows])
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(functional.linear(x, w, b, precision=precision), whole)
     finally:
         torch.set_num_threads(before)
+
+
+@needs_dots
+def test_rows_stand_alone():
+    assert_rows_stand_alone((200, 257, 65), "medium")
 
 
 @needs_dots

@@ -25,53 +25,31 @@ inline constexpr float kLeastLargest = 1e-34f;
 // Four codes in a cell. The instruction takes bytes without a sign on the left: there a code is
 // stored with kLeftOffset added, for which the sums of a column start at -kLeftOffset times the sum
 // of its codes. That start is the largest number on the way: at most 128 * 127 * depth.
-struct ByteCodes {
+struct ByteCodes : WordCells {
   using Element = int8_t;
-  using Number = float;  // of finished sums
   using Sum = SignedWords;
-  static constexpr int kLanes = cpu::kLanes<float>;
   static constexpr int kPerCell = 4;
   static constexpr int32_t kLeftOffset = 128;
-  using Cells = WordBits;
+  static constexpr uint32_t kOffsetCells = 0x80808080u;  // adds kLeftOffset to each code
 
-  ONEPASS_INLINE static Cells broadcast_cell(const int8_t* a) {
-    uint32_t cell;
-    std::memcpy(&cell, a, sizeof(cell));
-    return cell - WordBits{};
-  }
-  ONEPASS_INLINE static Cells load_cells(const int8_t* b) {
-    Cells cells;
-    std::memcpy(&cells, b, sizeof(cells));
-    return cells;
-  }
   ONEPASS_INLINE static Sum multiply_add(Cells a, Cells b, Sum sum) {
     return multiply_add_bytes(a, b, sum);
   }
   // Consecutive codes as kLanes cells.
   ONEPASS_INLINE static Cells neighbours(const SignedWords (&codes)[4]) {
-    const Bytes bytes = saturate_to_bytes<true>(codes);
-    return (WordBits)bytes;
+    return (Cells)saturate_to_bytes<true>(codes);
   }
-  static constexpr uint32_t kOffsetCells = 0x80808080u;  // adds kLeftOffset to each code
 };
 
 // Two codes of 16 bits in a cell, where no instruction multiplies bytes: a pair of products is at
 // most 2 * 127^2, and its sums are those of ByteCodes, bit for bit.
-struct HalfCodes {
+struct HalfCodes : WordCells {
   using Element = int16_t;
-  using Number = float;
   using Sum = SignedWords;
-  static constexpr int kLanes = cpu::kLanes<float>;
   static constexpr int kPerCell = 2;
   static constexpr int32_t kLeftOffset = 0;
-  using Cells = WordBits;
+  static constexpr uint32_t kOffsetCells = 0;
 
-  ONEPASS_INLINE static Cells broadcast_cell(const int16_t* a) {
-    return ByteCodes::broadcast_cell(reinterpret_cast<const int8_t*>(a));
-  }
-  ONEPASS_INLINE static Cells load_cells(const int16_t* b) {
-    return ByteCodes::load_cells(reinterpret_cast<const int8_t*>(b));
-  }
   ONEPASS_INLINE static Sum multiply_add(Cells a, Cells b, Sum sum) {
     return multiply_add_halves(a, b, sum);
   }
@@ -82,7 +60,6 @@ struct HalfCodes {
     std::memcpy(&cells, halves, sizeof(cells));
     return cells;
   }
-  static constexpr uint32_t kOffsetCells = 0;
 };
 
 // Lines of a factor that are packed side by side: a strip's rows, or a panel's columns.

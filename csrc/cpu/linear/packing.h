@@ -22,6 +22,29 @@ template <class M>
 inline constexpr int64_t kStrip =
     (kStripRows + M::kLanes - 1) / M::kLanes * M::kLanes;  // rows, padded
 
+// Calls put(v, lanes) for the vectors of a panel that hold its first `columns` sums.
+template <class A, class Put>
+ONEPASS_INLINE void for_each_panel_vector(int64_t columns, Put&& put) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kPanelVectors; ++v) {
+    const int64_t left = columns - v * kLanes<A>;
+    if (left >= kLanes<A>) {
+      put(v, WholeVector<A>{});
+    } else if (left > 0) {
+      put(v, Tail{left});
+    }
+  }
+}
+
+// Calls tile<kRows>() for a strip of 1 to kRows rows.
+template <int kRows = kStripRows, class Tile>
+ONEPASS_INLINE void visit_strip(int64_t rows, Tile&& tile) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return tile.template operator()<kRows>();
+    visit_strip<kRows - 1>(rows, tile);
+  }
+}
+
 // Prefetches a rectangle of memory while tiles are computed, a few lines at a time: the operand to
 // be packed next has too many short rows for the hardware's prefetchers.
 class Ahead {

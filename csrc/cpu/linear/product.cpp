@@ -138,25 +138,7 @@ template <class M, int kRows>
       for (int r = 0; r < kRows; ++r) store<A>(to + r * sink.to_row, sum[r][v] + bias, count);
     }
   };
-#pragma GCC unroll 2
-  for (int v = 0; v < kPanelVectors; ++v) {
-    const int64_t left = sink.columns - v * M::kLanes;
-    if (left >= M::kLanes) {
-      put(v, WholeVector<typename M::Number>{});
-    } else if (left > 0) {
-      put(v, Tail{left});
-    }
-  }
-}
-
-template <class M, int kRows>
-ONEPASS_INLINE void tile_of_rows(int64_t rows, const typename M::Element* strip,
-                                 const typename M::Element* panel, int64_t cells,
-                                 const Sink<typename M::Number>& sink) {
-  if constexpr (kRows > 0) {
-    if (rows == kRows) return linear_kernel<M, kRows>(strip, panel, cells, sink);
-    tile_of_rows<M, kRows - 1>(rows, strip, panel, cells, sink);
-  }
+  for_each_panel_vector<typename M::Number>(sink.columns, put);
 }
 
 template <class M, class F>
@@ -310,9 +292,11 @@ class Linear {
               sink.to = out;
               sink.to_row = sums_row;
             }
-            tile_of_rows<M, kStripRows>(height, strip + cell * kStrip<M> * M::kPerCell,
-                                        panel + cell * kPanel<M> * M::kPerCell,
-                                        std::min(kChain, cells - cell), sink);
+            visit_strip(height, [&]<int kRows>() {
+              linear_kernel<M, kRows>(strip + cell * kStrip<M> * M::kPerCell,
+                                      panel + cell * kPanel<M> * M::kPerCell,
+                                      std::min(kChain, cells - cell), sink);
+            });
             sink.from = scratch_.tile;
             sink.from_row = kPanel<M>;
             cell += kChain;

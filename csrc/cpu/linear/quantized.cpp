@@ -57,9 +57,6 @@ struct Layout {
 };
 
 template <class M>
-constexpr int64_t kCellBytes = sizeof(typename M::Element) * M::kPerCell;
-
-template <class M>
 class Quantized {
  public:
   Quantized(const LinearProduct& args, const Layout& layout, void* workspace)
@@ -118,7 +115,7 @@ class Quantized {
                           .sums = line + p * kPanel<M>,
                           .sums_row = sums_row,
                           .columns = std::min(kPanel<M>, args_.cols - at)};
-          multiply_rows<kStripRows>(height, tile);
+          visit_strip(height, [&]<int kRows>() { quantized_kernel<kRows>(tile); });
         }
         if (!is_last) continue;
         for (int64_t i = 0; i < height; ++i) {
@@ -184,23 +181,7 @@ class Quantized {
         }
       }
     };
-#pragma GCC unroll 2
-    for (int v = 0; v < kPanelVectors; ++v) {
-      const int64_t left = tile.columns - v * M::kLanes;
-      if (left >= M::kLanes) {
-        put(v, WholeVector<float>{});
-      } else if (left > 0) {
-        put(v, Tail{left});
-      }
-    }
-  }
-
-  template <int kRows>
-  ONEPASS_INLINE static void multiply_rows(int64_t rows, const Tile& tile) {
-    if constexpr (kRows > 0) {
-      if (rows == kRows) return quantized_kernel<kRows>(tile);
-      multiply_rows<kRows - 1>(rows, tile);
-    }
+    for_each_panel_vector<float>(tile.columns, put);
   }
 
   int64_t row_of(int64_t strip) const { return std::min(strip * kStripRows, args_.rows); }
@@ -267,7 +248,8 @@ class Quantized {
     return {begin, end};
   }
 
-  // Finds the span of each column without a scale; the others' are empty. Whether there is one.
+  // Finds the span of each column without a scale; the others' are empty. Returns
+  // whether there is one.
   bool find_not_finite(int64_t col, int64_t cols, Span* spans) const {
     bool some = false;
     for (int64_t j = 0; j < cols; ++j) {
@@ -349,11 +331,11 @@ Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& l
     layout.strip_group = std::clamp<int64_t>(layout.strips / (2 * threads), 1, kMostGroup);
     const int64_t pieces = down * ceil_div(layout.panels, layout.piece_panels);
     Arena arena(nullptr);
-    arena.take<char>(layout.strips * kStrip<M> * layout.cells * kCellBytes<M>);
+    arena.take<uint32_t>(layout.strips * kStrip<M> * layout.cells);
     layout.left_scales = arena.used();
     arena.take<float>(layout.strips * kStrip<M>);
     layout.right_cells = arena.used();
-    arena.take<char>(layout.panels * kPanel<M> * layout.cells * kCellBytes<M>);
+    arena.take<uint32_t>(layout.panels * kPanel<M> * layout.cells);
     layout.right_scales = arena.used();
     arena.take<float>(layout.panels * kPanel<M>);
     layout.starts = arena.used();
