@@ -77,7 +77,7 @@ def _clip(new: Callable[..., torch.Tensor]) -> None:
 
 _NORMS = "Norms (layer, RMS, group, modulated), residual adds, dropout"
 _ELEMENTWISE = "Rotary embedding, gated activations, cross entropy"
-_LINEAR = "Linear layers, alone or with their cross entropy; causal convolution"
+_LINEAR = "Linear layers, alone, quantised or with their cross entropy; causal convolution"
 _ONE_PASS, _WHOLE_TENSORS = "AdamW, Adam, SGD, Lion, clipping", "Muon, Adafactor, LAMB"
 
 # Functions that take the same dtypes, with a call of each; the operator that computes them (""
@@ -157,6 +157,18 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
         },
         "gate_forward",
         _ELEMENTWISE,
+    ),
+    (
+        {
+            "quantized_linear": lambda new: F.quantized_linear(
+                new(2, 16),
+                torch.zeros(1, 4, 16, dtype=torch.int32),
+                new(1, 8).detach(),
+                weights="int8",
+            )
+        },
+        "quantized_linear_forward",
+        _LINEAR,
     ),
     (
         {"causal_conv1d": lambda new: F.causal_conv1d(new(2, 4, 8), new(4, 4), new(4))},

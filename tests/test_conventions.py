@@ -144,7 +144,7 @@ def test_what_is_banned(name):
 # Rooms of the package, from the lowest. A file imports from its own room and from lower ones.
 ROOMS = (
     "", "_ops", "_dtensor", "_policy", "functional", "nn", "optim", "distributed", "swapping",
-    "integrations", "commands", "tools",
+    "quantizing", "integrations", "commands", "tools",
 )  # fmt: skip
 COMMANDS = ("explain", "estimating", "cli", "__main__")
 # These import tools at a call: to print, to measure, to run a step without data.
@@ -274,6 +274,8 @@ INTERFACES = {
 }
 
 
+# Families whose kernels are those of another: a quantised weight is a factor of linear's products.
+KERNELS = {"quantized_linear": "csrc/cpu/linear/few_rows_of_codes.cpp"}
 FORMS_OF_NORM = ("modulated_norm", "branch")  # tests/norm has them
 
 
@@ -281,7 +283,7 @@ FORMS_OF_NORM = ("modulated_norm", "branch")  # tests/norm has them
 def test_a_family_is_complete(family):
     wanted = [
         f"csrc/ops/{family}.h",
-        f"csrc/cpu/{family}.cpp|csrc/cpu/{family}/",
+        KERNELS.get(family, f"csrc/cpu/{family}.cpp|csrc/cpu/{family}/"),
         f"python/onepass/_ops/{family}.py",
         *INTERFACES.get(
             family, (f"python/onepass/functional/{family}.py", f"python/onepass/nn/{family}.py")

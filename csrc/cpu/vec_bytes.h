@@ -1,5 +1,5 @@
-// The SIMD layer's part for codes of 8 bits: words as bytes and back, a division, and sums of
-// products of whole numbers.
+// The SIMD layer's part for codes: words as bytes and back, a division, sums of products of whole
+// numbers, and numbers looked up by codes of 4 bits.
 #pragma once
 
 #include "cpu/vec.h"
@@ -56,6 +56,62 @@ ONEPASS_INLINE Bytes saturate_to_bytes(const SignedWords (&words)[4]) {
   }
   return bytes;
 #endif
+}
+
+// Sixteen numbers, looked up by four bits of each lane's word.
+#if defined(__AVX512F__)
+inline constexpr bool kLooksUpSixteen = true;  // by one instruction
+#else
+inline constexpr bool kLooksUpSixteen = false;
+#endif
+class SixteenNumbers {
+ public:
+  ONEPASS_INLINE explicit SixteenNumbers(const float (&numbers)[16]) {
+    std::memcpy(&numbers_, numbers, sizeof(numbers_));
+#if defined(__AVX512BF16__)
+    const HalfBits halves = narrow_bfloat16((Vec<float>)numbers_);
+    std::memcpy(&halves_, &halves, sizeof(halves));
+    std::memcpy(reinterpret_cast<char*>(&halves_) + sizeof(halves), &halves, sizeof(halves));
+#endif
+  }
+
+  // By the bits from `bit` on.
+  ONEPASS_INLINE Vec<float> at(WordBits words, int bit) const {
+#if defined(__AVX512F__)
+    return (Vec<float>)_mm512_permutexvar_ps((__m512i)(words >> bit), (__m512)numbers_);
+#elif defined(__AVX2__)
+    __m256 half[2];
+    std::memcpy(half, &numbers_, sizeof(half));
+    const __m256i index = (__m256i)(words >> bit);
+    return (Vec<float>)_mm256_blendv_ps(_mm256_permutevar8x32_ps(half[0], index),
+                                        _mm256_permutevar8x32_ps(half[1], index),
+                                        (__m256)(words << (28 - bit)));
+#else
+    Vec<float> found;
+    for (int i = 0; i < kLanes<float>; ++i) found[i] = numbers_[words[i] >> bit & 15];
+    return found;
+#endif
+  }
+
+  // Of each half of a word, in bfloat16.
+  ONEPASS_INLINE WordBits pairs_at(WordBits words, int bit) const {
+#if defined(__AVX512BF16__)  // of an index the lowest five bits count: numbers stand there twice
+    return (WordBits)_mm512_permutexvar_epi16((__m512i)(words >> bit), (__m512i)halves_);
+#else
+    return pairs_of(at(words, bit), at(words, bit + 16));
+#endif
+  }
+
+ private:
+  float numbers_ __attribute__((vector_size(64)));
+#if defined(__AVX512BF16__)
+  WordBits halves_;
+#endif
+};
+
+// The high halves of words, as pairs.
+ONEPASS_INLINE WordBits high_halves(Vec<float> low, Vec<float> high) {
+  return (WordBits)low >> 16 | ((WordBits)high & 0xffff0000u);
 }
 
 // (kFrom - word) / 3, rounded down; 0 where that is negative. Words must be below 65536.

@@ -13,6 +13,7 @@
 #include "ops/loss.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
+#include "ops/quantized_linear.h"
 #include "ops/rotary.h"
 
 // FAMILY(its name): ops/<name>.h and ops/<name>.cpp
@@ -26,6 +27,7 @@
   FAMILY(attention)              \
   FAMILY(attention_decode)       \
   FAMILY(linear)                 \
+  FAMILY(quantized_linear)       \
   FAMILY(causal_conv)            \
   FAMILY(rotary)
 

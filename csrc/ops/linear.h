@@ -6,6 +6,7 @@
 #include "core/activation.h"
 #include "core/backend.h"
 #include "core/dtype.h"
+#include "ops/quantized_linear.h"
 
 namespace onepass {
 
@@ -69,6 +70,9 @@ struct LinearProduct {
   // For kWeight: output and left_sums already hold sums, in the dtype of sums, and the product is
   // added to them.
   bool accumulate{};
+  // The right factor instead of `right`, for kForward as its transpose, for kInput as it is. Its
+  // numbers are taken in left's dtype.
+  QuantizedWeight quantized{};
 };
 
 // dpreactivation = dropout(doutput) * activation'(preactivation).

@@ -65,14 +65,19 @@ namespace {
 Dispatch describe(const LinearProduct& args) {
   constexpr const char* kNames[] = {"linear", "linear_backward: dinput",
                                     "linear_backward: dweight"};
+  constexpr const char* kQuantizedNames[] = {"quantized_linear",
+                                             "quantized_linear_backward: dinput"};
   if (args.cols == 0) {
     return described("linear_backward: dbias", args.rows, " sums of ", args.depth, ", ",
                      args.left_dtype);
   }
   const LinearEpilogue& epilogue = args.epilogue;
+  const QuantizedWeight& weight = args.quantized;
   return described(
-      kNames[static_cast<int>(args.kind)], args.rows, " x ", args.depth, " by ", args.depth, " x ",
-      args.cols, ", ", args.left_dtype, " by ", args.right_dtype, ", output ", args.output_dtype,
+      (weight.words ? kQuantizedNames : kNames)[static_cast<int>(args.kind)], args.rows, " x ",
+      args.depth, " by ", args.depth, " x ", args.cols, ", ", args.left_dtype, " by ",
+      weight.words ? name_of(weight.format) : name_of(args.right_dtype), ", output ",
+      args.output_dtype,
       when(epilogue.activation != Activation::kNone, ", ", name_of(epilogue.activation)),
       when(epilogue.seed, ", dropout ", epilogue.dropout_p), when(epilogue.residual, ", residual"));
 }

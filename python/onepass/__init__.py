@@ -21,13 +21,16 @@ except _PackageNotFoundError:  # a source tree on the path, not installed
 __all__ = [
     "Estimate",
     "Explanation",
+    "QuantizationReport",
     "Report",
+    "dequantize",
     "estimate",
     "explain",
     "functional",
     "keep_freed_memory",
     "nn",
     "optim",
+    "quantize",
     "sac_ops",
     "swap",
     "swapped",
@@ -43,6 +46,7 @@ if _library.failure is None:
     from onepass.estimating import Estimate, estimate
     from onepass.explain import Explanation, explain
     from onepass.memory import keep_freed_memory
+    from onepass.quantizing import QuantizationReport, dequantize, quantize
     from onepass.swapping import Report, swap, swapped, unswap
 
     _dtensor.register()

@@ -9,7 +9,13 @@ import onepass._ops  # noqa: F401, first: it reports a broken installation
 
 # Forwards that are bound by arithmetic. The others (norms, dropout, rotary embedding, gates) are
 # bound by memory: computing one again costs little more than reading a result that was kept.
-_SAVED = ("attention_forward", "linear_forward", "linear_epilogue_forward", "linear_loss")
+_SAVED = (
+    "attention_forward",
+    "linear_forward",
+    "linear_epilogue_forward",
+    "quantized_linear_forward",
+    "linear_loss",
+)
 
 
 def sac_ops() -> list[OpOverload]:

@@ -64,6 +64,10 @@ RIGHT = {
         input=X, weight=torch.ones(5, 8), bias=torch.ones(5), dropout_p=0.1,
         residual=torch.ones(2, 4, 6, 5),
     ),
+    "quantized_linear": dict(
+        input=X, codes=torch.zeros(1, 2, 16, dtype=torch.int32), scales=torch.ones(1, 5),
+        bias=torch.ones(5), weights="int8", activations="int8", residual=torch.ones(2, 4, 6, 5),
+    ),
     "rotary_embedding": dict(
         query=X, key=X, cos=torch.ones(9, 8), sin=torch.ones(9, 8), rotary_dim=8,
         positions=torch.arange(6), query_weight=W, key_weight=W, eps=1e-6, weight_offset=1.0,

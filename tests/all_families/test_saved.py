@@ -36,6 +36,7 @@ KEPT = {
     "linear": NORM,
     "linear by 8 bits": NORM,
     "linear with options": (*NORM, (6, 24), SEED),
+    "quantized_linear": ("codes", "scales", "shifts"),
     "scaled_dot_product_attention": (*ATTENTION, "attn_mask", (2, 4, 5), (2, 4, 5)),
     "scaled_dot_product_attention with options": (
         *ATTENTION, "result 1", "attn_mask", "sinks", "alibi_slopes", (2, 4, 5), SEED,

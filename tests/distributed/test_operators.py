@@ -15,12 +15,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from onepass import functional, numerics
 from onepass._dtensor import tensors
 from onepass._ops.entry import _parameters
+from onepass.reference.quantized_linear import Format, quantize
 from tests.distributed.dtensors import mesh_of, placed_as, spread, whole
 from tests.distributed.ranks import distributed, on_ranks, run
 
 pytestmark = distributed
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+CODES, _ = quantize(torch.linspace(-1, 1, 128).view(16, 8), Format.INT4, 8, torch.float32)
 BEGINS = torch.tensor([0, 3, 8], dtype=torch.int32)
 TARGET = torch.tensor([3, 0, -100, 7, 5, 5, 2, -100])
 ROW_SCALE = torch.tensor([0.0, 2.0, 1.0, 2.0])
@@ -66,6 +68,13 @@ def angles(x, tokens):
 def rotated(q, k, **tensors):
     table, norms = angles(q, q.shape[2]), tensors | ({"eps": 1e-6} if tensors else {})
     return functional.rotary_embedding(q, k, table.cos(), table.sin(), rotary_dim=4, **norms)
+
+
+def quantized(x, b, y):
+    scales, shifts = (of.to(x.dtype) for of in CODES[1:])
+    return functional.quantized_linear(
+        x, CODES.codes, scales, shifts, b, weights="int4", residual=y
+    )
 
 
 def every(place, *names):
@@ -126,6 +135,10 @@ CASES = {
     "causal_conv1d of packed sequences": Case(
         {"x": (1, 6, 8), "w": (6, 4)},
         lambda x, w: functional.causal_conv1d(x, w, cu_seqlens=BEGINS), [{"x": S1, "w": S0}]),
+    "quantized_linear": Case(
+        X | {"b": (16,), "y": (4, 6, 16)},
+        quantized,
+        [every(S0, "x", "y"), every(S1, "x", "y")]),
     "add_dropout that drops nothing": Case(
         TWO, lambda x, y: functional.add_dropout(x, y, 0.0), [S0, S1, S2]),
     "add_dropout of a scaled branch": Case(

@@ -62,6 +62,23 @@ struct HalfCodes : WordCells {
   }
 };
 
+// The scale of a line and its inverse, from the bits of its largest magnitude. A line that is not
+// finite has the scale NaN.
+inline void set_scale(int32_t largest, float& scale, float& inverse) {
+  constexpr int32_t kInfinity = 0x7f800000;
+  float most;
+  std::memcpy(&most, &largest, sizeof(most));
+  if (largest >= kInfinity) {
+    scale = std::numeric_limits<float>::quiet_NaN();
+    inverse = 0.0f;
+  } else if (most < kLeastLargest) {
+    scale = inverse = 0.0f;
+  } else {
+    scale = most / kMostCode;
+    inverse = kMostCode / most;
+  }
+}
+
 // Lines of a factor that are packed side by side: a strip's rows, or a panel's columns.
 template <class M, int64_t kWidth>
 struct Lines {
@@ -77,19 +94,7 @@ struct Lines {
 
   // From the largest magnitudes.
   void set_scales() {
-    for (int64_t i = 0; i < kWidth; ++i) {
-      float most;
-      std::memcpy(&most, &largest[i], sizeof(most));
-      if (largest[i] >= kInfinity) {
-        scale[i] = std::numeric_limits<float>::quiet_NaN();
-        inverse[i] = 0.0f;
-      } else if (most < kLeastLargest) {
-        scale[i] = inverse[i] = 0.0f;
-      } else {
-        scale[i] = most / kMostCode;
-        inverse[i] = kMostCode / most;
-      }
-    }
+    for (int64_t i = 0; i < kWidth; ++i) set_scale(largest[i], scale[i], inverse[i]);
   }
 
   // Vector v of `count` cells from number `cell` on.
@@ -129,8 +134,6 @@ struct Lines {
       std::memcpy(start + v * M::kLanes, &starts, sizeof(starts));
     }
   }
-
-  static constexpr int32_t kInfinity = 0x7f800000;
 };
 
 ONEPASS_INLINE SignedWords magnitude_bits(Vec<float> x) { return (SignedWords)absolute(x); }

@@ -14,10 +14,12 @@
 // few rows at that of memory.
 #include "core/visit.h"
 #include "cpu/kernels.h"
-#include "cpu/linear/few_rows.h"
+#include "cpu/linear/codes_by_codes.h"
+#include "cpu/linear/few_rows_of_codes.h"
 #include "cpu/linear/finish.h"
 #include "cpu/linear/packing.h"
 #include "cpu/linear/quantized.h"
+#include "cpu/linear/weight_codes.h"
 #include "cpu/multiply.h"
 #include "cpu/pieces.h"
 
@@ -55,11 +57,14 @@ struct Scratch {
   typename M::Element* right;     // (panels, cells, kPanel) of cells
   typename M::Number* sums;       // (rows, cols) of a piece, or (0,)
   typename M::Number* bias;       // (cols,) of a piece
-  typename M::Number* left_sums;  // (rows,) of a piece
+  typename M::Number* left_sums;  // (rows,) of a piece, or (rows, chains) for shifts of codes
   // (kStripRows, kPanel) sums between two chains: in the output, rows that lie a multiple of 4 KiB
   // apart push each other out of L1.
   typename M::Number* tile;
 };
+
+template <class M>
+constexpr bool kTakesFewRows = sizeof(typename M::Number) == sizeof(float);
 
 // At least one, because left_sums may be all there is to compute.
 template <class M>
@@ -78,6 +83,7 @@ int64_t few_rows_stride(const LinearProduct& args) {
 // Columns of a block of a product with few rows.
 template <class M>
 int64_t few_rows_columns(const LinearProduct& args) {
+  if (args.quantized.words) return kMostCodeVectors * M::kLanes;
   return args.right_step == 1 ? kPanel<M> : kAcrossColumns<M>;
 }
 
@@ -92,6 +98,8 @@ Scratch<M> scratch_of(const LinearProduct& args, const Layout& layout, Arena& ar
         arena.take<typename M::Element>(padded_few_rows(args.rows) * few_rows_stride<M>(args));
     scratch.sums = arena.take<typename M::Number>(block);
     scratch.bias = arena.take<typename M::Number>(cols);
+    scratch.left_sums = arena.take<typename M::Number>(
+        args.quantized.shifts ? args.rows * chains_of(args.quantized, args.depth) : 0);
     return scratch;
   }
   const int64_t cells = layout.left_once ? ceil_div(args.depth, M::kPerCell) : kCells;
@@ -183,6 +191,14 @@ class Linear {
     for (int64_t i = args_.rows; i < padded_few_rows(args_.rows); ++i) {
       std::fill_n(scratch_.left + i * stride, stride, Element{});
     }
+    if constexpr (kTakesFewRows<M>) {
+      if (!args_.quantized.shifts) return;
+      const int64_t chains = chains_of(args_.quantized, args_.depth);
+      for (int64_t i = 0; i < args_.rows; ++i) {
+        sum_chains<M>(args_.quantized, args_.depth, scratch_.left + i * stride,
+                      scratch_.left_sums + i * chains);
+      }
+    }
   }
 
   // A piece of columns, read in place.
@@ -206,15 +222,20 @@ class Linear {
         const T* right = static_cast<const T*>(args_.right) + col * args_.right_col;
         if (!in_scratch) few.sums = sums_at<A>(args_, layout_.sums, 0, col);
         if (args_.bias) few.bias = scratch_.bias + col - begin;
-        visit_few_rows(args_.rows, [&]<int kRows>() {
-          if (args_.right_step == 1) {
-            multiply_few_rows<M, T, kChain, kRows>(few, right, args_.right_col, cols, args_.depth,
-                                                   after);
-          } else {
-            multiply_few_rows_across<M, T, kChain, kRows>(few, right, args_.right_step, cols,
-                                                          args_.depth, after);
-          }
-        });
+        if (args_.quantized.words) {
+          const float* sums = args_.quantized.shifts ? scratch_.left_sums : nullptr;
+          multiply_few_rows_of_codes(args_, few, sums, col, cols);
+        } else {
+          visit_few_rows(args_.rows, [&]<int kRows>() {
+            if (args_.right_step == 1) {
+              multiply_few_rows<M, T, kChain, kRows>(few, right, args_.right_col, cols, args_.depth,
+                                                     after);
+            } else {
+              multiply_few_rows_across<M, T, kChain, kRows>(few, right, args_.right_step, cols,
+                                                            args_.depth, after);
+            }
+          });
+        }
         if (layout_.finish) {
           finish_rows(args_, layout_.sums, few.sums, few.sums_row, 0, args_.rows, col, cols);
         }
@@ -253,12 +274,17 @@ class Linear {
       const int64_t squares = panels_here * std::max<int64_t>(ceil_div(count, kSquare<M>), 1);
       const int64_t lines_packing = layout_.left_once ? ceil_div(right_ahead.lines(), squares) : 0;
       const int64_t lines_computing = ceil_div(right_ahead.lines(), strips * panels_here);
-      visit_operand<M>(args_.right_dtype, [&]<class T>() {
-        for (int64_t j = 0; j < cols; j += kPanel<M>) {
-          pack_right<M, T>(args_, col + j, std::min(kPanel<M>, cols - j), k, count,
-                           scratch_.right + j * kCells * M::kPerCell, right_ahead, lines_packing);
+      for (int64_t j = 0; j < cols; j += kPanel<M>) {
+        const int64_t columns = std::min(kPanel<M>, cols - j);
+        Element* panel = scratch_.right + j * kCells * M::kPerCell;
+        if (args_.quantized.words) {
+          pack_codes<M>(args_, col + j, columns, k, count, panel);
+          continue;
         }
-      });
+        visit_operand<M>(args_.right_dtype, [&]<class T>() {
+          pack_right<M, T>(args_, col + j, columns, k, count, panel, right_ahead, lines_packing);
+        });
+      }
       for (int64_t s = 0; s < strips; ++s) {
         const int64_t first = s * rows / strips;
         const int64_t height = (s + 1) * rows / strips - first;
@@ -394,9 +420,6 @@ decltype(auto) visit_multiplier(const LinearProduct& args, F&& f) {
 constexpr int64_t kPieceBytes = 1 << 20;
 constexpr int64_t kMostPieces = 4;  // of a thread
 
-template <class M>
-constexpr bool kTakesFewRows = sizeof(typename M::Number) == sizeof(float);
-
 // Whether the factors are of another dtype than the pairs.
 template <class M>
 bool rounds(const LinearProduct& args) {
@@ -405,6 +428,7 @@ bool rounds(const LinearProduct& args) {
 
 template <class M>
 bool has_few_rows(const LinearProduct& args) {
+  if (args.quantized.words && args.kind != LinearKind::kForward) return false;
   return kTakesFewRows<M> && args.rows <= kMostFusedRows && args.left_step == 1 &&
          args.kind != LinearKind::kWeight;
 }
@@ -412,7 +436,8 @@ bool has_few_rows(const LinearProduct& args) {
 template <class M>
 Plan plan_few_rows(const LinearProduct& args, const Machine& machine, Layout& layout) {
   const int64_t panels = panels_of<M>(args);
-  const int64_t bytes = args.cols * args.depth * size_of(args.right_dtype);
+  const int64_t bytes = args.quantized.words ? args.cols * args.quantized.words_of_k * 4
+                                             : args.cols * args.depth * size_of(args.right_dtype);
   const int64_t nanoseconds =
       std::max(bytes / kBytes, args.rows * args.cols * args.depth / kMultiplyAdds);
   const int64_t threads = threads_for(nanoseconds, panels, machine);
@@ -423,11 +448,13 @@ Plan plan_few_rows(const LinearProduct& args, const Machine& machine, Layout& la
   scratch_of<M>(args, layout, arena);
   layout.slots = {.begin = 0, .bytes = arena.used()};
   return {.workspace_bytes = layout.slots.end(threads),
-          .kernel_name = "linear_few_rows_kernel",
+          .kernel_name =
+              args.quantized.words ? "linear_few_rows_of_codes_kernel" : "linear_few_rows_kernel",
           .rows_per_tile = args.rows,
           .splits = layout.across,
-          .reason = rounds<M>(args) ? "few rows: the weight is read in place, and rounded"
-                                    : "few rows: the weight is read in place",
+          .reason = args.quantized.words ? "few rows: codes are read in place"
+                    : rounds<M>(args)    ? "few rows: the weight is read in place, and rounded"
+                                         : "few rows: the weight is read in place",
           .threads = threads};
 }
 
@@ -466,10 +493,13 @@ Plan plan_linear(const LinearProduct& args, const Machine& machine, Layout& layo
             .kernel_name = "linear_kernel",
             .rows_per_tile = kStripRows,
             .splits = pieces,
-            .reason = args.cols == 0     ? "sums of rows"
-                      : rounds<M>(args)  ? "bfloat16 dot products, rounded while packing"
-                      : M::kPerCell == 2 ? "bfloat16 dot products"
-                                         : "multiply-adds, converted while packing",
+            .reason = args.cols == 0 ? "sums of rows"
+                      : args.quantized.words && M::kPerCell == 2
+                          ? "bfloat16 dot products, dequantised while packing"
+                      : args.quantized.words ? "multiply-adds, dequantised while packing"
+                      : rounds<M>(args)      ? "bfloat16 dot products, rounded while packing"
+                      : M::kPerCell == 2     ? "bfloat16 dot products"
+                                             : "multiply-adds, converted while packing",
             .threads = taken};
   });
 }
@@ -503,10 +533,27 @@ Operator<LinearProduct> wide_product() {
   return operator_of<LinearProduct, Layout, plan_linear, run_linear>();
 }
 
+bool takes_codes(const LinearProduct& args) { return quantizes(args) || multiplies_codes(args); }
+
+Operator<LinearProduct> product_of_codes(const LinearProduct& args) {
+  return multiplies_codes(args) ? codes_by_codes() : quantized_product();
+}
+
+Plan plan_codes(const LinearProduct& args, const Machine& machine) {
+  return product_of_codes(args).plan(args, machine);
+}
+
+void run_codes(const LinearProduct& args, const Plan& plan, void* workspace,
+               const Context& context) {
+  product_of_codes(args).run(args, plan, workspace, context);
+}
+
+Operator<LinearProduct> products_of_codes() { return {.plan = plan_codes, .run = run_codes}; }
+
 }  // namespace
 
 Operator<LinearProduct> linear_product() {
-  return either_of<LinearProduct, quantizes, quantized_product, wide_product>();
+  return either_of<LinearProduct, takes_codes, products_of_codes, wide_product>();
 }
 
 }  // namespace ONEPASS_ISA

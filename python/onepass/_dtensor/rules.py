@@ -130,6 +130,13 @@ def _linear(given: Given) -> Layout:
     )
 
 
+def _quantized_linear(given: Given) -> Layout:
+    """Splits by rows alone: words hold codes of several columns and rows of the weight."""
+    rows = _dims(given["input"], given["input"].dim() - 1)
+    dims = (*rows, None)
+    return Layout({"input": dims, "residual": dims}, (dims,), _choices(rows))
+
+
 def _linear_epilogue(given: Given) -> Layout:
     """The same, but for parts of a sum, to which no activation can be applied."""
     layout = _linear(given)
@@ -389,6 +396,7 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "linear_epilogue": _linear_epilogue,
     "modulated_norm": _modulated_norm,
     "norm": _norm,
+    "quantized_linear": _quantized_linear,
     "rotary": _rotary,
     "rotary_inplace": _rotary_inplace,
     "scaled_add_norm": _scaled_add_norm,

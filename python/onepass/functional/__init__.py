@@ -17,6 +17,7 @@ from onepass.functional.norm import (
     modulated_rms_norm,
     rms_norm,
 )
+from onepass.functional.quantized_linear import quantized_linear
 from onepass.functional.rotary import rotary_embedding
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "merge_attention_states",
     "modulated_layer_norm",
     "modulated_rms_norm",
+    "quantized_linear",
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",

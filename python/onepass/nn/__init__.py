@@ -16,6 +16,7 @@ from onepass.nn.norm import (
     ModulatedRMSNorm,
     RMSNorm,
 )
+from onepass.nn.quantized_linear import QuantizedLinear
 from onepass.nn.rotary import RotaryEmbedding
 from onepass.nn.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -34,6 +35,7 @@ __all__ = [
     "ModulatedLayerNorm",
     "ModulatedRMSNorm",
     "MultiheadAttention",
+    "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "TransformerDecoderLayer",

@@ -85,6 +85,14 @@ class _Quantized(_StraightThrough):
         return codes.clamp(-_MOST_CODE, _MOST_CODE).to(x.dtype) * scale.to(x.dtype)
 
 
+def quantize_rows(x: Tensor) -> Tensor:
+    """x with each row, along its last dimension, quantised by its largest magnitude; rows that are
+    not finite, and those longer than MOST_DEPTH, as they are."""
+    if not 0 < x.shape[-1] <= MOST_DEPTH:
+        return x
+    return torch.where(x.isfinite().all(-1, keepdim=True), _Quantized.apply(x, -1, None), x)
+
+
 def multiply(
     left: Tensor, right: Tensor, factor_mask: int, quantized: int, seed: Tensor | None = None
 ) -> Tensor:

@@ -100,12 +100,17 @@ def rows(entries: list[dict[str, str]], columns: tuple[str, ...]) -> list[tuple[
     return [(_common(names), str(len(names)), *facts) for (_, facts), names in groups.items()]
 
 
-def grouped(names: list[str]) -> list[str]:
+def grouped(names: Iterable[str]) -> list[str]:
     """Names that differ only in numbers, as one: "layers.*.norm" for all layers."""
+    return list(groups_of(names))
+
+
+def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names in the groups of `grouped`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_pattern(name), []).append(name)
-    return [_common(group) for group in groups.values()]
+    return {_common(group): group for group in groups.values()}
 
 
 def _pattern(name: str) -> str:

@@ -316,7 +316,7 @@ _DRAWS = 4  # compared together: errors of a few numbers differ by luck
 # smaller where attention has few keys, and right results can be above one bound there. A wrong one
 # is off by thousands.
 _BOUNDS = 3.0
-_WITHOUT_GRADIENT = ("cos", "sin", "row_scale")  # arguments
+_WITHOUT_GRADIENT = ("cos", "sin", "row_scale", "scales")  # arguments
 
 
 def _self_tests() -> Iterator[Line]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from onepass.reference.quantized_linear import Format, quantize
 from tests.support.calls.call import F32, RAW, Call, flat, public, randn, raw, sixteenths
 
 
@@ -289,7 +290,32 @@ def _linear():
                    out_dtype=torch.bfloat16)  # fmt: skip
 
 
+def _quantized_linear():
+    def tensors():
+        own, _ = quantize(sixteenths(24, 40), Format.INT4, 8, F32)
+        return {"input": randn(6, 40)} | own._asdict() | {"bias": randn(24)}
+
+    def everything():
+        return tensors() | {"residual": randn(6, 24)}
+
+    of = {"differentiable": True, "constant": ("scales", "shifts")}
+    of["optional"] = ("shifts", "bias", "residual")
+    yield public("quantized_linear", everything, options={"weights": "int4"}, **of)
+
+    options = {"format_kind": 1, "activation_kind": 1, "quantize_input": False}
+    yield from raw("quantized_linear_forward", everything, optional=of["optional"], **options)
+
+    of_weight = ("codes", "scales", "shifts")
+
+    def upstream():
+        own = {name: tensor for name, tensor in tensors().items() if name in of_weight}
+        return {"doutput": randn(6, 24)} | own
+
+    yield from raw("quantized_linear_backward", upstream, optional=("shifts",), in_features=40,
+                   format_kind=1, input_dtype=F32, bias_dtype=torch.bfloat16)  # fmt: skip
+
+
 def calls() -> Iterator[Call]:
     parts = (_norms, _modulated_norms, _branches, _dropouts, _causal_convolutions, _group_norms)
-    for part in (*parts, _gates, _linear):
+    for part in (*parts, _gates, _linear, _quantized_linear):
         yield from part()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass import functional, reference
+from onepass.reference.quantized_linear import Format, quantize
 from tests.support.calls.call import Call, flat, ints, randn
 
 KINDS = ("layer_norm", "rms_norm")
@@ -282,7 +283,22 @@ def attentions() -> Iterator[Call]:
         yield variant(f"merge_attention_states of {parts}", merge, composed=True, **given)
 
 
+def quantized_linears() -> Iterator[Call]:
+    for format, rows in itertools.product(Format, ((3,), (2, 13))):
+        own, _ = quantize(randn(5, 16), format, 16, torch.float32)
+        run = partial(functional.quantized_linear, weights=format.name.lower())
+        given = {"input": randn(*rows, 16, seed=2)} | own._asdict()
+        more = {"bias": randn(5, seed=1), "residual": randn(*rows, 5, seed=3)}
+        if own.shifts is None:
+            del given["shifts"]
+        grows = {name: tuple(range(len(rows))) for name in ("input", "residual")}
+        for names in ((), ("bias",), tuple(more)):
+            text = f"quantized_linear of {format.name}, {rows} rows, {names}"
+            own = given | _some(more, *names)
+            yield variant(text, run, grows=grows, constant=("scales", "shifts"), **own)
+
+
 def variants() -> Iterator[Call]:
     families = (norms, modulated_norms, branches, gates, group_norms, linears, losses, rotaries)
-    for family in (*families, causal_convolutions, attentions):
+    for family in (*families, causal_convolutions, quantized_linears, attentions):
         yield from family()

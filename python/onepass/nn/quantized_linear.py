@@ -1,0 +1,240 @@
+"""The linear layer with a quantised weight, as a module."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from onepass import functional
+from onepass._arguments import check_arguments
+from onepass.functional.quantized_linear import ACTIVATIONS, FORMATS
+from onepass.reference import quantized_linear as reference
+from onepass.reference.quantized_linear import PANEL, Format
+
+GROUP_SIZES = {"int4": 64, "nf4": 64, "mxfp4": 32}  # of int8: a whole row
+_STEP = 8  # numbers that a group is a multiple of, unless it is a whole row
+
+
+class QuantizedLinear(torch.nn.Module):
+    """`onepass.functional.quantized_linear` with its weight: a linear layer that is frozen but for
+    its bias.
+
+    `onepass.quantize` puts it into a model. Buffers are `codes` (int32), `scales` and, for int4,
+    `shifts`; the format is in the state_dict too, as `_extra_state`, and a state of another format
+    is refused. They are the same on all CPUs.
+
+    Args:
+        in_features, out_features: sizes of the last dimensions of input and output.
+        bias: whether there is one; it is a parameter.
+        weights: "int8", "int4", "nf4" or "mxfp4".
+        group_size: neighbours along in_features that share a scale, a multiple of 8; None: a whole
+            row of int8, 64 of int4 and nf4, 32 of mxfp4.
+        activations: None, or "int8" to quantise the rows of input too: for int8 with a scale a row.
+        dtype: of the bias, and of the weight that `onepass.dequantize` makes.
+        scales_dtype: None: float32 for int8, bfloat16 for the others.
+
+    Raises:
+        ValueError: an argument is none of these, or group_size does not divide in_features.
+
+    Examples:
+        >>> layer = onepass.nn.QuantizedLinear(64, 256, weights="nf4")
+        >>> layer(torch.randn(8, 64)).shape
+        torch.Size([8, 256])
+    """
+
+    codes: Tensor
+    scales: Tensor
+    shifts: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weights: str = "int8",
+        group_size: int | None = None,
+        activations: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scales_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.group_size = _group_size_of(weights, group_size, in_features)
+        _check_activations(activations, weights, self.group_size == in_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.weights, self.activations = weights, activations
+        self.dtype = dtype or torch.get_default_dtype()
+        self.plain_class: type[torch.nn.Module] = torch.nn.Linear  # what `dequantize` makes of it
+        self.error: float | None = None  # of the weight, as a part of its norm
+        if scales_dtype is None:
+            scales_dtype = torch.float32 if weights == "int8" else torch.bfloat16
+        words = -(-in_features // (32 // Format[weights.upper()].bits))
+        codes = (-(-out_features // PANEL), words, PANEL)
+        groups = in_features // self.group_size if in_features else 1
+        scales = torch.ones(groups, out_features, dtype=scales_dtype, device=device)
+        shifts = torch.zeros_like(scales) if weights == "int4" else None
+        self.register_buffer("codes", torch.zeros(codes, dtype=torch.int32, device=device))
+        self.register_buffer("scales", scales)
+        self.register_buffer("shifts", shifts)
+        of_bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if of_bias is None else torch.nn.Parameter(of_bias))
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        weights: str = "int8",
+        group_size: int | None = None,
+        activations: str | None = None,
+        scales_dtype: torch.dtype | None = None,
+    ) -> QuantizedLinear:
+        """A layer whose weight is the nearest to `weight` (out_features, in_features).
+
+        Args:
+            bias: (out_features,); a parameter is taken as it is.
+
+        Raises:
+            ValueError: as the class; or weight has numbers that are not finite.
+        """
+        try:
+            out_features, in_features = weight.shape
+            layer = cls(
+                in_features,
+                out_features,
+                False,
+                weights=weights,
+                group_size=group_size,
+                activations=activations,
+                device="meta",
+                scales_dtype=scales_dtype,
+            )
+            _check_finite(weight)
+            with torch.no_grad():
+                of_weight, layer.error = reference.quantize(
+                    weight, layer.format, layer.group_size, layer.scales.dtype
+                )
+                layer.codes, layer.scales, layer.shifts = of_weight
+        except Exception:
+            check_arguments(cls.from_weight, locals())
+            raise
+        if bias is not None and not isinstance(bias, torch.nn.Parameter):
+            bias = torch.nn.Parameter(bias, requires_grad=bias.requires_grad)
+        layer.bias = bias
+        return layer
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return Format[self.weights.upper()]
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (out_features, in_features) that the codes stand for."""
+        of_weight = self.codes, self.scales, self.shifts
+        return reference.dequantize(
+            *of_weight, Format[self.weights.upper()], self.in_features, dtype
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.quantized_linear(
+            input,
+            self.codes,
+            self.scales,
+            self.shifts,
+            self.bias,
+            weights=self.weights,
+            activations=self.activations,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, "
+        text += f"bias={self.bias is not None}, weights={self.weights!r}"
+        if self.group_size != self.in_features:
+            text += f", group_size={self.group_size}"
+        return text if self.activations is None else f"{text}, activations={self.activations!r}"
+
+    def get_extra_state(self) -> Tensor:
+        """The format's number and the group's size, as a tensor: what safetensors can hold."""
+        facts = [self.format, self.group_size]
+        return torch.tensor(facts, dtype=torch.int64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if isinstance(state, Tensor) and state.is_meta:
+            return
+        own = self.get_extra_state().tolist()
+        given = state.tolist() if isinstance(state, Tensor) else state
+        if given != own:
+            raise RuntimeError(
+                f"QuantizedLinear: state must be of {self.weights} in groups of "
+                f"{self.group_size}, {own} in its extra state, got {given}"
+            )
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in ("codes", "scales", "shifts"):
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(given, Tensor) and own is not None and given.dtype != own.dtype:
+                raise RuntimeError(  # torch would convert it
+                    f"QuantizedLinear: {prefix}{name} must have dtype "
+                    f"{str(own.dtype).removeprefix('torch.')}, got "
+                    f"{str(given.dtype).removeprefix('torch.')}"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn, recurse=True):
+        """Moves, but does not convert: `model.to(torch.bfloat16)` keeps scales as they are."""
+        scales, shifts = self.scales, self.shifts
+        super()._apply(fn, recurse)
+        for name, own in (("scales", scales), ("shifts", shifts)):
+            if own is not None and getattr(self, name).dtype != own.dtype:
+                setattr(self, name, own.to(getattr(self, name).device))
+        return self
+
+
+def _group_size_of(
+    weights: str, group_size: int | None, in_features: int, of: str = "in_features"
+) -> int:
+    """The numbers along in_features that share a scale.
+
+    Raises:
+        ValueError: weights is no format, or groups do not divide in_features, which are `of`.
+    """
+    if weights not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"quantize: weights must be one of {names}, got {weights!r}")
+    if group_size is None:
+        group_size = GROUP_SIZES.get(weights, in_features)
+    if group_size != in_features and (
+        group_size < 1 or group_size % _STEP or in_features % group_size
+    ):
+        raise ValueError(
+            f"quantize: group_size must be a multiple of {_STEP} that divides {of}, "
+            f"{in_features}, got {group_size}"
+        )
+    return group_size
+
+
+def _check_activations(activations: str | None, weights: str, in_rows: bool) -> None:
+    """
+    Raises:
+        ValueError: input cannot be quantised beside such weights.
+    """
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"quantize: activations must be None or 'int8', got {activations!r}")
+    if activations is not None and not (weights == "int8" and in_rows):
+        raise ValueError(
+            "quantize: activations must be None unless weights are int8 with a scale for each row, "
+            f"got {activations!r} beside {weights}{'' if in_rows else ' in groups'}"
+        )
+
+
+def _check_finite(weight: Tensor, name: str = "weight") -> None:
+    """
+    Raises:
+        ValueError: the weight has numbers that are not finite.
+    """
+    if not math.isfinite(float(torch.linalg.vector_norm(weight.detach(), math.inf))):
+        raise ValueError(f"quantize: {name} must be finite, got NaN or Inf in it")

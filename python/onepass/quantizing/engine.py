@@ -1,0 +1,288 @@
+"""`quantize` and `dequantize`: the choice of layers, and their exchange."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from onepass import _batch
+from onepass._imported import is_a
+from onepass.nn import Linear
+from onepass.nn._parts import is_untouched
+from onepass.nn.quantized_linear import (
+    QuantizedLinear,
+    _check_activations,
+    _check_finite,
+    _group_size_of,
+)
+from onepass.quantizing.report import QuantizationReport
+from onepass.swapping.reasons import Reason
+from onepass.swapping.walk import Choice, Found, globs, walk
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_Places = dict[int, list[tuple[nn.Module, str]]]
+
+
+def quantize(
+    model: nn.Module,
+    weights: str,
+    *,
+    group_size: int | None = None,
+    activations: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    skip_head: bool = True,
+    batch: object = None,
+) -> QuantizationReport:
+    """Quantises the weights of linear layers in place: each layer becomes a
+    `onepass.nn.QuantizedLinear` of the same name, whose weight is frozen.
+
+    A layer's weight is freed as soon as its codes are made, so memory never exceeds the model and
+    one layer. Names, biases and the training flag are kept. All layers are checked before the first
+    is changed; an interrupt leaves those that were done quantised, and the model works.
+
+    Args:
+        model: its `torch.nn.Linear`, also swapped ones, and `Conv1D` of transformers are quantised.
+        weights: "int8" (a scale for each row), "int4" (a scale and a shift for each group), "nf4"
+            (bitsandbytes' codes) or "mxfp4" (OCP's).
+        group_size: neighbours along in_features that share a scale, a multiple of 8; None: the row
+            for int8, 64 for int4 and nf4, 32 for mxfp4.
+        activations: None, or "int8" to quantise the layers' inputs too, row by row, for int8
+            weights: products of whole numbers, faster for many rows, and less exact.
+        include, exclude: globs on fully qualified names (`*.mlp.*`); exclude wins.
+        skip_head: leaves the layer that makes the logits as it is: that of
+            `model.get_output_embeddings()`, or else the last linear layer.
+        batch: for the error of each layer's output beside that of its weight: the model runs on it
+            once, before it is changed. A mapping is given as keywords, a tuple or list item by
+            item.
+
+    Returns:
+        QuantizationReport: prints what was quantised, its bytes and errors, and what was not, and
+        why; `verify(batch)` checks the kernels on the model.
+
+    Raises:
+        ValueError: weights, group_size or activations is none of these or does not fit a layer, or
+            a weight has NaN or Inf; nothing was changed.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10))
+        >>> report = onepass.quantize(model, "int4")
+        >>> report.quantized[0]["name"], type(model[0]).__name__
+        ('0', 'QuantizedLinear')
+    """
+    choice = Choice(globs("include", include), globs("exclude", exclude), None, None)
+    found = walk(model)
+    report = QuantizationReport(model, weights)
+    report.notes += choice.without_a_match(found)
+    refusal = _Refusal(model, found, choice, skip_head)
+    taken = []
+    for item in found:
+        if isinstance(item.module, nn.Linear) or _is_conv1d(item.module):
+            reason = refusal(item)
+            if reason is None:
+                taken.append(item)
+            else:
+                report.skip(item, reason)
+    of_layer = {"weights": weights, "group_size": group_size, "activations": activations}
+    _group_size_of(weights, None, 0)
+    _check_activations(activations, weights, group_size is None)
+    for item in taken:
+        _check(item, **of_layer)
+    errors = {} if batch is None else _output_errors(model, batch, taken, of_layer)
+    places = _places(found)
+    del found, refusal, item
+    while taken:
+        item = taken.pop(0)
+        layer = _quantized(item.module, **of_layer)
+        report.add(item, layer, errors.get(item.names[0]))
+        _put(layer, places[id(item.module)])
+        del item, layer  # and the weight with them
+    return report
+
+
+def dequantize(model: nn.Module) -> list[str]:
+    """Gives a model plain linear layers back, with the weights that the codes stand for: what
+    quantising took away stays away.
+
+    Weights have the dtype of the layer's bias, or else float32, and require no gradient.
+
+    Returns:
+        The names of the layers.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10))
+        >>> report = onepass.quantize(model, "int8")
+        >>> onepass.dequantize(model)
+        ['0']
+    """
+    found = walk(model)
+    places, names = _places(found), []
+    for item in found:
+        if isinstance(item.module, QuantizedLinear):
+            _put(_plain(item.module), places[id(item.module)])
+            names.append(item.names[0])
+    return names
+
+
+class _Refusal:
+    """Why a linear layer of a model is left as it is; None if it is not."""
+
+    def __init__(self, model: nn.Module, found: list[Found], choice: Choice, skip_head: bool):
+        self.model, self.choice, self.skip_head = model, choice, skip_head
+        self.head = _head_of(model, found)
+        self.users: dict[int, list[str]] = collections.defaultdict(list)  # of a parameter
+        self.adapters, self.read = set(), {}
+        for item in found:
+            for own in item.module._parameters.values():
+                if own is not None:
+                    self.users[id(own)].append(item.names[0])
+            base = item.module._modules.get("base_layer")
+            if base is not None:
+                inside = {id(part) for part in base.modules()}
+                self.adapters |= {id(part) for part in item.module.modules()} - inside
+            if isinstance(item.module, nn.TransformerEncoderLayer):
+                self.read |= dict.fromkeys(map(id, item.module.children()), type(item.module))
+
+    def __call__(self, item: Found) -> str | None:
+        layer, weight = item.module, getattr(item.module, "weight", None)
+        own = vars(type(layer)).get("_onepass_original", type(layer))  # before a swap
+        refused = self.choice.refusal(item)
+        if item.wrapped:
+            is_sharded = item.wrapped[0].kind is Reason.SHARDED
+            return (
+                "is sharded (FSDP); quantize before sharding"
+                if is_sharded
+                else "is compiled; quantize before torch.compile"
+            )
+        if refused is not None:
+            return str(refused)
+        if layer is self.model:
+            return "is the model itself, which is changed in place; put it into a Sequential"
+        if parametrize.is_parametrized(layer):
+            return "its weight is parametrized"
+        if own not in (nn.Linear, Linear) and not _is_conv1d(layer):
+            return f"its class is {own.__name__}, not torch.nn.Linear"
+        if not is_untouched(layer):
+            return "has hooks, or a forward of its own"
+        if id(layer) in self.read:
+            return f"its weight is read by {self.read[id(layer)].__name__} without a call"
+        if id(layer) in self.adapters:
+            return "is an adapter beside a base layer, to be trained"
+        if type(weight) not in (nn.Parameter, Tensor):
+            return f"its weight is a {type(weight).__name__}"
+        if weight.is_meta:
+            return "is on the meta device; load it first"
+        if weight.dtype not in _DTYPES:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        if weight.numel() == 0:
+            return "its weight has no elements"
+        if layer is self.head:
+            return "makes the logits (skip_head=False takes it)" if self.skip_head else None
+        others = [other for other in self.users[id(weight)] if other != item.names[0]]
+        return f"shares its weight with {others[0]}" if others else None
+
+
+def _head_of(model: nn.Module, found: list[Found]) -> nn.Module | None:
+    """The layer that makes the logits: transformers knows, elsewhere it is the last one."""
+    if callable(get := getattr(model, "get_output_embeddings", None)):
+        return get()
+    layers = [item.module for item in found if isinstance(item.module, nn.Linear)]
+    return layers[-1] if len(layers) > 1 else None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return is_a(module, "transformers.pytorch_utils", "Conv1D")
+
+
+def _weight_of(layer: nn.Module) -> Tensor:
+    """(out_features, in_features)"""
+    weight = layer.weight.detach()
+    return weight.t() if _is_conv1d(layer) else weight
+
+
+def _check(item: Found, weights: str, group_size: int | None, activations: str | None) -> None:
+    name, weight = item.names[0], _weight_of(item.module)
+    in_features = weight.shape[1]
+    size = _group_size_of(weights, group_size, in_features, f"in_features of {name}")
+    _check_activations(activations, weights, size == in_features)
+    _check_finite(weight, f"{name}.weight")
+
+
+def _quantized(layer: nn.Module, **of_layer) -> QuantizedLinear:
+    made = QuantizedLinear.from_weight(_weight_of(layer), layer.bias, **of_layer)
+    made.plain_class = type(layer) if _is_conv1d(layer) else nn.Linear
+    made.dtype = layer.weight.dtype
+    return made.train(layer.training)
+
+
+def _plain(layer: QuantizedLinear) -> nn.Module:
+    dtype = layer.dtype if layer.bias is None else layer.bias.dtype
+    weight = layer.dequantized().to(dtype)
+    if layer.plain_class is nn.Linear:
+        made = nn.Linear(layer.in_features, layer.out_features, False, device="meta")
+    else:
+        made = layer.plain_class(layer.out_features, layer.in_features)
+        weight = weight.t().contiguous()
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.bias = layer.bias
+    return made.train(layer.training)
+
+
+def _places(found: list[Found]) -> _Places:
+    """Parents of each module, by its id, and its name in each."""
+    places: _Places = collections.defaultdict(list)
+    for item in found:
+        for name, child in item.module._modules.items():
+            if child is not None:
+                places[id(child)].append((item.module, name))
+    return places
+
+
+def _put(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
+    for parent, name in places:
+        parent._modules[name] = layer
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients, and the training flags as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _output_errors(
+    model: nn.Module, batch: object, taken: list[Found], of_layer: dict
+) -> dict[str, float]:
+    """The error of each layer's output on a batch, as a part of the output's norm."""
+    squares: dict[str, list[float]] = {}
+
+    def observe(name: str):
+        def hook(layer, args, output):
+            found = _quantized(layer, **of_layer)(args[0])
+            sums = squares.setdefault(name, [0.0, 0.0])
+            sums[0] += float((found.double() - output).square().sum())
+            sums[1] += float(output.double().square().sum())
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for item in taken:
+            handle = item.module.register_forward_hook(observe(item.names[0]))
+            hooks.callback(handle.remove)
+        with _evaluating(model):
+            _batch.call(model, batch)
+    return {
+        name: (error / square) ** 0.5 if square else 0.0
+        for name, (error, square) in squares.items()
+    }
