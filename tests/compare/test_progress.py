@@ -98,3 +98,8 @@ def test_phases_know_their_least_steps_and_seconds():
     assert quick[3].steps == 5 * runs and quick[4].steps == 3 * 2 + 5
     auto = phases_of(settings_of("--auto", "--dropout", "0"), (0.0,), [BASELINE])
     assert [phase.kind for phase in auto][:2] == ["Choice", "Speed"]
+    flags = "--auto", "--dropout", "0", "--precision"
+    single, two = (
+        phases_of(settings_of(*flags, p), (0.0,), [BASELINE])[0] for p in ("float32", "int8")
+    )
+    assert two.seconds == 2 * single.seconds

@@ -90,7 +90,7 @@ def test_the_first_step_has_dropout_on(as_swapped, dropout, least, most):
 
 
 def test_precision_is_restored_after_an_error():
-    with pytest.raises(KeyError), variants.medium_precision():
+    with pytest.raises(KeyError), machine.medium_precision():
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import onepass
 from onepass import _dispatch_log, numerics
 from onepass._policy import small_calls
 from tests.integrations.transformers_cases import transformers
@@ -200,6 +201,17 @@ def test_linear_layers(dtype, monkeypatch):
     layer.weight = nn.Parameter(torch.randn(24, dtype=dtype))
     layer.bias = None
     assert torch.equal(forward(x), layer(x))
+
+
+def test_linear_layers_keep_the_precision_of_a_swap(monkeypatch):
+    """Which was made before the model was switched."""
+    set_facts(monkeypatch, SLOW)
+    layer, x = nn.Linear(64, 32), torch.randn(200, 64)
+    onepass.swap(layer, precision="int8", include="*")
+    expected = layer(x)
+    assert torch.equal(MethodType(kernels.Linear.forward, layer)(x), expected)
+    onepass.unswap(layer)
+    assert not torch.equal(MethodType(kernels.Linear.forward, layer)(x), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

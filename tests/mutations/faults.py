@@ -235,6 +235,7 @@ FAULTS = [
             "if False:",
         ),
         ("swapping/verify.py", "left &= changed", "pass"),
+        ("swapping/sample.py", "module.training, precision_of(module)", "module.training, None"),
         (
             "swapping/by_hand_proof.py",
             "if verdict.max_error > bounds * verdict.bound or verdict.bias > verdict.bias_bound:",

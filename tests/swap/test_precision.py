@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch.nn import functional as F
 import onepass
 from onepass import explain, functional
 from onepass._policy import precision as policy
+from onepass.swapping import sample
+from onepass.swapping.classes import Swapped
 from tests.linear.test_precision import global_precision, needs_dots
 from tests.swap.linear_calls import FAST, SLOW, set_facts
+from tests.swap.test_sample import measure_little, timing
 
 pytestmark = pytest.mark.usefixtures("slow_products")
 
@@ -291,7 +295,7 @@ def test_int8_leaves_the_first_the_last_and_tied_layers():
     assert quantized(model) == ["blocks.1", "blocks.2"]
     note = note_of(report, "int8")
     assert "2 modules" in note and "output and dinput" in note
-    assert "leaves in float32: 'blocks.0', 'value', 'head';" in left_in(report)
+    assert "leaves in float32: 'blocks.0', 'head', 'value';" in left_in(report)
     assert vars(model.head)[policy.ATTRIBUTE] == "highest"
     assert 1e-4 < distance(run(model, x), stock) < 0.03
     onepass.swap(model, precision="int8", include="*")
@@ -314,7 +318,7 @@ def test_int8_counts_layers_that_are_modules_of_their_own():
     del model.head, model.value
     report = onepass.swap(model, precision="int8")
     assert quantized(model) == ["blocks.1"]
-    assert "leaves in float32: 'blocks.0', 'blocks.2', 'Calls';" in left_in(report)
+    assert "leaves in float32: 'Calls', 'blocks.0', 'blocks.2';" in left_in(report)
 
 
 @pytest.mark.parametrize(
@@ -388,3 +392,187 @@ def test_int8_says_where_it_is_slow(monkeypatch):
     note = note_of(report, "int8")
     assert "has no VNNI" in note
     assert "without VNNI" in explain(model, x).precision
+
+
+# ---- a second call, and a choice, which holds the precision --------------------------------------
+
+ENDS = dict.fromkeys(("blocks.0", "head", "value"), "highest")
+
+
+def own_precisions(model):
+    found = {name: vars(m).get(policy.ATTRIBUTE) for name, m in model.named_modules()}
+    return {name: precision for name, precision in found.items() if precision}
+
+
+def through_json(report):
+    return json.loads(json.dumps(report.choice))
+
+
+def kept_in(report):
+    return [note for note in report.notes if "of an earlier call stays in" in note]
+
+
+def test_a_plain_second_call_keeps_it():
+    model, _ = tied()
+    first = onepass.swap(model, precision="int8")
+    before = own_precisions(model)
+    assert not kept_in(first) and len(before) == 5
+    second = onepass.swap(model)
+    assert own_precisions(model) == before
+    assert [note.partition(";")[0] for note in kept_in(second)] == [
+        "precision='highest' of an earlier call stays in 3 modules",
+        "precision='int8' of an earlier call stays in 2 modules",
+    ]
+    assert second.choice == first.choice
+    third = onepass.swap(model, precision="medium", include="head")
+    assert own_precisions(model) == before | {"head": "medium"} and len(kept_in(third)) == 2
+
+
+@pytest.mark.parametrize(
+    "precision, options, differing",
+    [
+        (None, {}, {}),
+        ("highest", {}, {}),
+        ("medium", {}, {}),
+        ("int8", {}, ENDS),
+        ("int8:dinput+stochastic", {"include": "*"}, {}),
+    ],
+)
+def test_a_choice_holds_the_precision(monkeypatch, precision, options, differing):
+    """Also of layers that another CPU would leave to torch, and without the options again."""
+    if precision == "medium":
+        monkeypatch.setattr(policy, "HAS_PAIR_PRODUCTS", True)
+    model, _ = tied()
+    report = onepass.swap(model, precision=precision, dry_run=True, **options)
+    choice = through_json(report)
+    assert not own_precisions(model)
+    assert (choice["precision"], choice["precisions"]) == (precision, differing)
+    onepass.swap(model, precision=precision, **options)
+    if policy.changes_factors(precision):
+        set_facts(monkeypatch, FAST._replace(bfloat16=False))
+    for given in (None, precision):
+        twin, _ = tied()
+        again = onepass.swap(twin, choice=choice, precision=given)
+        assert own_precisions(twin) == own_precisions(model)
+        assert again.choice == report.choice and again.notes == report.notes
+    assert any(f"precision={precision!r}" in note for note in again.notes) is bool(precision)
+
+
+def test_a_choice_of_several_precisions():
+    model, x = tied()
+    onepass.swap(model, precision="int8", include="blocks.*")
+    report = onepass.swap(model, precision="medium", include="head")
+    assert report.choice["precision"] == "medium"
+    report = onepass.swap(model)
+    choice = through_json(report)
+    assert choice["precision"] == "int8" and choice["precisions"] == {
+        "head": "medium",
+        "value": None,
+    }
+    twin, _ = tied()
+    again = onepass.swap(twin, choice=choice)
+    assert own_precisions(twin) == own_precisions(model) and torch.equal(
+        run(twin, x), run(model, x)
+    )
+    assert "3 modules with linear layers" in note_of(again, "int8") and not left_in(again)
+
+
+@pytest.mark.parametrize(
+    "stored, asked", [("int8", "medium"), ("int8", "int8:output"), (None, "int8")]
+)
+def test_another_precision_than_that_of_the_choice_is_refused(stored, asked):
+    choice = onepass.swap(tied()[0], precision=stored).choice
+    model, _ = tied()
+    wrong = f"^swap: precision must be {stored!r} beside this choice, got {asked!r}$"
+    with pytest.raises(ValueError, match=wrong):
+        onepass.swap(model, choice=choice, precision=asked)
+    assert not any(isinstance(m, Swapped) for m in model.modules()) and not own_precisions(model)
+
+
+def test_a_choice_replaces_what_an_earlier_call_gave():
+    choice = through_json(onepass.swap(tied()[0]))
+    model, _ = tied()
+    onepass.swap(model, precision="int8")
+    with onepass.swapped(model, choice=choice) as report:
+        assert not own_precisions(model) and not kept_in(report)
+    assert len(own_precisions(model)) == 5
+    onepass.swap(model, choice=choice)
+    assert not own_precisions(model)
+
+
+def test_an_older_choice_does_not_hold_it():
+    choice = through_json(onepass.swap(tied()[0], precision="int8"))
+    older = {name: choice[name] for name in ("swapped", "left_out", "notes")}
+    for asked, expected in ((None, []), ("int8", ["blocks.1", "blocks.2"])):
+        model, _ = tied()
+        onepass.swap(model, choice=older, precision=asked)
+        assert quantized(model) == expected
+    assert sample.Decision.from_dict(older).to_dict() == older
+
+
+def test_a_choice_with_other_precisions_is_refused():
+    choice = onepass.swap(tied()[0], precision="int8").choice
+    with pytest.raises(TypeError, match="^swap: choice must be a report's choice, got dict of"):
+        onepass.swap(tied()[0], choice=choice | {"precisions": None})
+    for wrong in ({"precision": "int4"}, {"precisions": {"head": "int4"}}):
+        with pytest.raises(ValueError, match="^swap: precision must be None, .* got 'int4'$"):
+            onepass.swap(tied()[0], choice=choice | wrong)
+
+
+@pytest.fixture
+def int8_gains(monkeypatch):
+    """Calls of layers at "int8" gain, and others do not; returns their precisions, as measured."""
+    seen = []
+
+    def of_calls(self, unit, seconds):
+        seen.append(policy.precision_of(unit.changes[0].module))
+        gains = seen[-1] == "int8"
+        return timing({sample.STOCK: [1.0] * 5, sample.SWAPPED: [0.5 if gains else 2.0] * 5})
+
+    def timed(self, functions, seconds):
+        return timing({n: [1.0 if n == sample.STOCK else 0.5] * 5 for n in functions})
+
+    monkeypatch.setattr(sample._Measurement, "_of_calls", of_calls)
+    monkeypatch.setattr(sample._Measurement, "_timed", timed)
+    measure_little(monkeypatch)
+    return seen
+
+
+def test_layers_of_two_precisions_are_measured_apart(int8_gains):
+    """Though they have one shape."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.randn(8, 64, requires_grad=True)  # as the inputs of the other layers
+    report = onepass.swap(model, kinds="linear", precision="int8", sample=x)
+    assert sorted(int8_gains) == ["highest", "int8"]
+    assert [entry["name"] for entry in report.swapped] == ["1", "2"]
+    assert own_precisions(model) == {"1": "int8", "2": "int8"}
+    assert report.notes[0].startswith("measured on the sample at precision='int8', forward")
+    twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    again = onepass.swap(twin, kinds="linear", choice=through_json(report))
+    assert own_precisions(twin) == own_precisions(model) and again.notes == report.notes
+
+
+class Projects(nn.Module):
+    """Calls F.linear with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def test_what_is_left_out_does_not_change_what_was_measured(int8_gains):
+    """Without the last module, the one before it would be the last that could be swapped."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), Projects())
+    report = onepass.swap(model, kinds="linear", precision="int8", sample=torch.randn(8, 64))
+    assert own_precisions(model) == {"1": "int8", "2": "int8"} and not left_in(report)
+
+
+def test_a_sample_is_measured_at_an_earlier_precision_and_its_choice_holds_it(int8_gains):
+    model = nn.Sequential(nn.LayerNorm(64), *(nn.Linear(64, 64) for _ in range(3)))
+    onepass.swap(model, kinds="linear", precision="int8")
+    report = onepass.swap(model, sample=torch.randn(8, 64))
+    assert report.choice["precision"] == "int8"
+    assert report.choice["precisions"] == {"1": "highest", "3": "highest"}

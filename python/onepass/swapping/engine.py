@@ -58,7 +58,7 @@ def swap(
     probe: bool = True,
     lazy_logits: bool = False,
     sample: object = None,
-    choice: dict[str, list] | None = None,
+    choice: dict[str, object] | None = None,
     precision: str | None = None,
 ) -> Report:
     """Makes a model run on onepass's operators, in place.
@@ -118,7 +118,8 @@ def swap(
             and torch's random state are restored. Needs numpy (`onepass[tools]`).
         choice: `Report.choice` of an earlier swap, of this model or of a copy, in this process or
             another, also read back from JSON. What that swap took is swapped, by the names of
-            modules and kinds, and nothing else; nothing is measured.
+            modules and kinds, and nothing else, at the precision that each had; nothing is
+            measured.
         precision: of the products of float32 in the swapped attention and linear layers of this
             model, as of `onepass.functional.linear`: "medium" rounds their factors to bfloat16 on a
             CPU with dot products of it, forward and backward, and swaps all linear layers there;
@@ -127,8 +128,9 @@ def swap(
             not in the first and the last of the model and in those that share an embedding's
             weight, unless `include` names them; those stay in float32, and so do calls too small to
             gain, which depends on rows and threads. Sums, weights, gradients and all else stay in
-            float32. None: torch's setting. Kept by copies and `torch.save`, taken back by `unswap`;
-            a call for a model that is swapped already changes it.
+            float32. None: that of choice; without one what an earlier call gave, at first torch's
+            setting. Kept by copies and `torch.save`, taken back by `unswap`; a call for a model
+            that is swapped already changes it, and a sample is measured at it.
             `Report.verify` says how far the results are from float32's.
 
     Returns:
@@ -137,7 +139,7 @@ def swap(
     Raises:
         TypeError: model is not a module, a glob no string, or choice none of a report.
         ValueError: kinds holds an unknown name, or not "loss" with lazy_logits; sample and choice
-            are both given; precision is none of these.
+            are both given; precision is none of these, or another than that of choice.
         RuntimeError: under strict; the message names each refused module. If anything raises, the
             model is as it was.
 
@@ -166,23 +168,26 @@ def swap(
         raise ValueError(f"swap: kinds must hold 'loss' for lazy_logits, got {asked!r}")
     if sample is not None and choice is not None:
         raise ValueError("swap: choice must be None beside sample, got both")
-    decision = None if choice is None else Decision.from_dict(choice)
+    decision = precisions = None
+    if choice is not None:
+        decision = Decision.from_dict(choice)
+        precision, precisions = decision.precision_beside(precision), decision.precisions
     options = Choice(
         globs("include", include), globs("exclude", exclude), globs("force", force), filter_fn
     )
     _flops.register()
     kinds = matchers.KINDS if kinds is None else asked
     plan = Plan(
-        model, kinds, options, probe, dry_run, "linear" in asked, lazy_logits, precision=precision
-    )
+        model, kinds, options, probe, dry_run, "linear" in asked, lazy_logits,
+        precision=precision, precisions=precisions,
+    )  # fmt: skip
     report = plan.report
     if strict:
         _check_strict(asked, plan)
     measured = [] if sample is None else keep_gains(plan, model, sample)
     if decision is not None:
         measured = decision.repeat(plan)
-    taken = [[entry["name"], entry["kind"]] for entry in report.swapped]
-    report._decision = Decision(taken, plan.left_out, measured)
+    report._decision = Decision.of(plan, measured)
     report.notes = measured + options.without_a_match(plan.found) + notes.notes(model, plan)
     report._changes += [
         Change(change.module, type(change.module), change.cls) for change in plan.classes

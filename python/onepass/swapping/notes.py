@@ -58,6 +58,10 @@ _LEFT_IN_FLOAT32 = (
     "the order of model.modules(), and those that share an embedding's weight; include='*' takes "
     "them too"
 )
+_KEPT_PRECISION = (
+    "precision={precision!r} of an earlier call stays in {modules}; precision= gives another, and "
+    "unswap takes it back"
+)
 _WITHOUT_VNNI = "; this CPU has no VNNI, so they take products of 16 bits"
 _IN_FLOAT32 = (
     "precision={precision!r}: products of {modules} stay in float32, whatever torch's setting"
@@ -174,6 +178,7 @@ def _of_results(plan: Plan) -> Iterator[str]:
         yield from _of_codes(plan)
     elif plan.precision is not None:
         yield _of_precision(plan)
+    yield from _of_kept_precisions(plan)
     if "dropout" in kinds:
         yield _RANDOM_STREAMS
     named = {id(item.module): item.names[0] for item in plan.found}
@@ -206,7 +211,7 @@ def _of_results(plan: Plan) -> Iterator[str]:
 
 
 def _of_precision(plan: Plan) -> str:
-    modules = _counted(len(plan.modules_with_products()))
+    modules = _counted(sum(own == plan.precision for _, own in plan.precisions_given()))
     if plan.precision != "medium":
         return _IN_FLOAT32.format(precision=plan.precision, modules=modules)
     if not rounds_factors("medium"):
@@ -219,11 +224,13 @@ def _counted(modules: int) -> str:
 
 
 def _of_codes(plan: Plan) -> Iterator[str]:
-    left = plan.not_quantized()
-    count = sum(
-        id(module) not in left and small_calls.has_float32_weights(module)
-        for module in plan.modules_with_products()
-    )
+    given = [
+        (item, own)
+        for item, own in plan.precisions_given()
+        if small_calls.has_float32_weights(item.module)
+    ]
+    left = [item for item, own in given if own == "highest"]
+    count = sum(own == plan.precision for _, own in given)
     if count:
         yield _QUANTIZED.format(
             precision=plan.precision,
@@ -234,8 +241,15 @@ def _of_codes(plan: Plan) -> Iterator[str]:
     else:
         yield _NOT_QUANTIZED.format(precision=plan.precision)
     if left:
-        names = ", ".join(map(repr, left.values()))
+        names = ", ".join(repr(item.names[0] or type(item.module).__name__) for item in left)
         yield _LEFT_IN_FLOAT32.format(precision=plan.precision, names=names)
+
+
+def _of_kept_precisions(plan: Plan) -> Iterator[str]:
+    given = {item.names[0] for item, _ in plan.precisions_given()}
+    kept = (own for name, own in plan.precisions().items() if own and name not in given)
+    for precision, count in collections.Counter(kept).items():
+        yield _KEPT_PRECISION.format(precision=precision, modules=_counted(count))
 
 
 def _of_costs(plan: Plan) -> Iterator[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from onepass._policy import small_calls
-from onepass._policy.precision import ATTRIBUTE, quantizes
+from onepass._policy.precision import ATTRIBUTE, precision_of, quantizes
 from onepass.swapping import (
     activated,
     adaptive,
@@ -25,7 +25,7 @@ from onepass.swapping import (
     rotary_proof,
 )
 from onepass.swapping import probe as probing
-from onepass.swapping.changes import Change, Edit
+from onepass.swapping.changes import ABSENT, Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
 from onepass.swapping.providers import LAZY_LOGITS, provider
 from onepass.swapping.reasons import Reason, SkipReason
@@ -99,7 +99,8 @@ class Plan:
         as_fast: the reasons of linear layers that would not gain.
         list_as_fast: whether the report lists these as skipped.
         lazy_logits: whether heads of models of transformers shall return lazy logits.
-        precision: that which the swapped modules' products of float32 get; None: torch's setting.
+        precision: that which the swapped modules' products of float32 get; None: torch's setting,
+            or what an earlier swap gave them.
     """
 
     def __init__(
@@ -113,7 +114,14 @@ class Plan:
         lazy_logits: bool,
         into_compiled: bool = False,
         precision: str | None = None,
+        precisions: Mapping[str, str | None] | None = None,
     ):
+        """Makes the plan.
+
+        Args:
+            precisions: of a choice, by name where they differ from `precision`; both then replace
+                what an earlier swap gave, also where they are None.
+        """
         self.report = Report(model, dry_run=dry_run)
         self.found = walk(model, into_compiled)
         self._items = {id(item.module): item for item in self.found}
@@ -151,6 +159,9 @@ class Plan:
             for item, _ in self._wanted
         ]
         self._list_unknown()
+        self._repeats = precisions is not None
+        # A measurement that takes changes out does not move the first and the last layer.
+        self._differing = precisions if self._repeats else dict.fromkeys(self._ends(), "highest")
 
     @property
     def names_of_named(self) -> list[str]:
@@ -163,20 +174,41 @@ class Plan:
 
     def edits_of_precision(self) -> list[Edit]:
         """Lists the edits of the precision of swapped modules with products, earlier ones too."""
-        if self.precision is None:
-            return []
-        left = self.not_quantized()
         return [
-            Edit(module, ATTRIBUTE, "highest" if id(module) in left else self.precision)
-            for module in self.modules_with_products()
+            Edit(item.module, ATTRIBUTE, ABSENT if precision is None else precision)
+            for item, precision in self.precisions_given()
         ]
 
-    def not_quantized(self) -> dict[int, str]:
-        """The names by id of swapped linear layers that stay in float32 under "int8", unless the
-        options include them by name: the first and the last of the model, and those that share an
-        embedding's weight."""
+    def precisions_given(self) -> list[tuple[Found, str | None]]:
+        """The swapped modules that have products of matrices, with the precision that they get; but
+        for earlier ones that the options keep as they are."""
+        if self.precision is None and not self._repeats:
+            return []
+        earlier = {name for name, _ in self.report._earlier}
+        return [
+            (item, self._differing.get(name, self.precision))
+            for item in self._with_products()
+            if not ((name := item.names[0]) in earlier and self._choice.refusal(item))
+        ]
+
+    def precisions(self) -> dict[str, str | None]:
+        """The precision that each swapped module with products has after the swap, by name."""
+        given = {id(item.module): precision for item, precision in self.precisions_given()}
+        return {
+            item.names[0]: given.get(id(item.module), precision_of(item.module))
+            for item in self._with_products()
+        }
+
+    def _with_products(self) -> list[Found]:
+        names = {entry["name"] for entry in self.report.swapped if entry["kind"] in _WITH_PRODUCTS}
+        return [item for item in self.found if item.names[0] in names]
+
+    def _ends(self) -> list[str]:
+        """The names of linear layers that stay in float32 under "int8", unless the options include
+        them by name: the first and the last of the model, and those that share an embedding's
+        weight."""
         if not quantizes(self.precision) or self._choice.include is not None:
-            return {}
+            return []
         swapped = {entry["name"] for entry in self.report.swapped if entry["kind"] == "linear"}
         linear = [
             item
@@ -199,23 +231,10 @@ class Plan:
             for item in linear
             if embedded & {id(weight) for weight in small_calls.linear_weights(item.module)}
         ]
-        taken = {id(module) for module in self.modules_with_products()}
-        return {
-            id(item.module): item.names[0] or type(item.module).__name__
-            for item in (*alone[:1], *alone[-1:], *tied)
-            if id(item.module) in taken and small_calls.has_float32_weights(item.module)
-        }
-
-    def modules_with_products(self) -> list[nn.Module]:
-        """The swapped modules that have products of matrices, but for earlier ones that the options
-        keep as they are."""
-        names = {entry["name"] for entry in self.report.swapped if entry["kind"] in _WITH_PRODUCTS}
-        earlier = {name for name, _ in self.report._earlier}
         return [
-            item.module
-            for item in self.found
-            if (name := item.names[0]) in names
-            and not (name in earlier and self._choice.refusal(item))
+            item.names[0]
+            for item in (*alone[:1], *alone[-1:], *tied)
+            if small_calls.has_float32_weights(item.module)
         ]
 
     def leave_out(

@@ -90,10 +90,10 @@ class Report:
         }
 
     @property
-    def choice(self) -> dict[str, list]:
-        """The swapped modules, and those that a sample left out, as plain JSON-able data: for
-        `onepass.swap(model, choice=)`, which does the same without measuring, in another process
-        or when a run is resumed.
+    def choice(self) -> dict[str, object]:
+        """The swapped modules with the precision of their products, and those that a sample left
+        out, as plain JSON-able data: for `onepass.swap(model, choice=)`, which does the same
+        without measuring, in another process or when a run is resumed.
 
         Examples:
             >>> report = onepass.swap(torch.nn.LayerNorm(64))

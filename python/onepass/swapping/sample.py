@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onepass._batch import arguments, named_in_errors
+from onepass._policy.precision import check_precision, precision_of
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, LeftOut, Plan
 from onepass.swapping.reasons import Reason, SkipReason
@@ -58,11 +59,26 @@ class Decision(NamedTuple):
     swapped: list[list[str]]  # [name of a module, kind]
     left_out: list[LeftOut]
     notes: list[str]  # for the report
+    precision: str | None = None  # of products of float32; None: torch's setting
+    precisions: dict[str, str | None] | None = None  # by name, where they differ; None: not known
 
-    def to_dict(self) -> dict[str, list]:
+    @classmethod
+    def of(cls, plan: Plan, notes: list[str]) -> Decision:
+        """The decision of a plan; without a precision of its own with what an earlier swap gave."""
+        swapped = [[entry["name"], entry["kind"]] for entry in plan.report.swapped]
+        precision, found = plan.precision, plan.precisions()
+        if precision is None:  # layers that "int8" leaves out have "highest"
+            kept = [own for own in found.values() if own is not None]
+            precision = next(iter([own for own in kept if own != "highest"] + kept), None)
+        differing = {name: own for name, own in found.items() if own != precision}
+        return cls(swapped, plan.left_out, notes, precision, differing)
+
+    def to_dict(self) -> dict[str, object]:
         """Plain data: `Report.choice`."""
-        left_out = [left._asdict() for left in self.left_out]
-        return {"swapped": self.swapped, "left_out": left_out, "notes": self.notes}
+        fields = self._asdict() | {"left_out": [left._asdict() for left in self.left_out]}
+        if self.precisions is None:
+            del fields["precision"], fields["precisions"]
+        return fields
 
     @classmethod
     def from_dict(cls, choice: object) -> Decision:
@@ -72,11 +88,31 @@ class Decision(NamedTuple):
         try:
             swapped = [[name, kind] for name, kind in choice["swapped"]]
             left_out = [LeftOut(**left) for left in choice["left_out"]]
-            return cls(swapped, left_out, list(choice["notes"]))
+            decision = cls(swapped, left_out, list(choice["notes"]))
+            if "precision" in choice:  # older ones do not hold it
+                known = {"precision": choice["precision"], "precisions": {**choice["precisions"]}}
+                decision = decision._replace(**known)
         except (TypeError, KeyError, ValueError):
             raise TypeError(
                 _NO_CHOICE.format(got=f"{got} of {', '.join(map(str, choice))}")
             ) from None
+        for precision in (decision.precision, *(decision.precisions or {}).values()):
+            check_precision("swap", precision)
+        return decision
+
+    def precision_beside(self, asked: str | None) -> str | None:
+        """The precision of a swap that repeats this and was asked for one.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if self.precisions is None:
+            return asked
+        if asked not in (None, self.precision):
+            raise ValueError(
+                f"swap: precision must be {self.precision!r} beside this choice, got {asked!r}"
+            )
+        return self.precision
 
     def repeat(self, plan: Plan) -> list[str]:
         """Takes all else out of a plan; returns notes for the report."""
@@ -230,7 +266,8 @@ class _Measurement:
                 continue
             shapes = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
             signatures = tuple(map(_signature, calls[id(module)] or ()))
-            key = (type(module), change.cls, module.training, shapes, signatures)
+            kind = type(module), change.cls, module.training, precision_of(module)
+            key = (*kind, shapes, signatures)
             groups.setdefault(key, []).append(change)
         units = [_Unit(group, [], calls[id(group[0].module)] or []) for group in groups.values()]
         return units + [_Unit([], self.plan.named, [])] * bool(self.plan.named)
@@ -323,7 +360,10 @@ class _Measurement:
         step = "forward and backward" if self.model.training else "forward"
         (kind, most), where = self.saved.most_common(1)[0], self._device.type.upper()
         mostly = f", most of it {kind}" if most > self.saved.total() / 2 else ""
-        return [f"measured on the sample, {step}: {ratio} times as fast on this {where}{mostly}"]
+        precision = self.plan.precision
+        at = "" if precision is None else f" at precision={precision!r}"
+        gain = f"{ratio} times as fast on this {where}{mostly}"
+        return [f"measured on the sample{at}, {step}: {gain}"]
 
 
 def _is_noisy(ratio: Interval) -> bool:

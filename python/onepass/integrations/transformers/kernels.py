@@ -25,6 +25,7 @@ from onepass import _library
 from onepass._ops import gate as _gate
 from onepass._ops.norm import NormKind, norm
 from onepass._policy import small_calls
+from onepass._policy.precision import precision_of
 from onepass.functional._internal import linear_where_it_gains
 from onepass.integrations.transformers import losses
 from onepass.nn._parts import runs_its_class
@@ -101,7 +102,7 @@ class GeGLUMLP(nn.Module):
 
 
 class Linear(nn.Module):
-    """torch's linear layer, where onepass's products gain."""
+    """torch's linear layer, where onepass's products gain; at the precision that a swap gave it."""
 
     can_torch_compile = True
     has_backward = True
@@ -111,7 +112,7 @@ class Linear(nn.Module):
         usual = isinstance(weight, Tensor) and weight.dim() == 2
         if not (usual and is_plain(input) and has_kernels(input.device.type, "linear")):
             return type(self).forward(self, input)
-        return linear_where_it_gains(input, weight, bias)
+        return linear_where_it_gains(input, weight, bias, precision_of(self))
 
 
 class ForCausalLMLoss(nn.Module):

@@ -16,12 +16,14 @@ step, :mod:`onepass.tools.compare.optimizers` for the measurement of an optimize
 - ``data``: what was trained on; ``parameters``: of the model in the speed phase; ``objective``:
   what was trained, "the model's loss", or "mean square of the output: it has no loss"
 - ``speed``: per dropout probability ``{dropout, items_per_batch, variants, auto}``; dropout is null
-  for ``--model``; ``auto``, null without ``--auto``: ``{left_out, notes}``, where left_out lists
-  ``{modules, kinds, reason}``, the reason with its figure; variants by name (stock, swapped; with
-  --compile compiled stock and compiled swapped; with --keep-memory the same two, kept memory: in a
-  process that keeps what it has freed; in float32, where this CPU multiplies otherwise then, the
-  same two, medium precision: with ``torch.set_float32_matmul_precision("medium")``; with
-  --precision int8 swapped, int8: by ``onepass.swap(model, precision="int8")``):
+  for ``--model``; ``auto``, null without ``--auto``: ``{left_out, notes, precisions}``, where
+  left_out lists ``{modules, kinds, reason}``, the reason with its figure, and precisions has
+  ``{left_out, notes}`` of swapped at each other precision by name, decided at that; variants by
+  name (stock, swapped; with --compile compiled stock and compiled swapped; with --keep-memory the
+  same two, kept memory: in a process that keeps what it has freed; in float32, where this CPU
+  multiplies otherwise then, the same two, medium precision: with
+  ``torch.set_float32_matmul_precision("medium")``; with --precision int8 swapped, int8: by
+  ``onepass.swap(model, precision="int8")``):
   ``step_ms {median, p10, p90, rounds}``, ``items_per_second`` (tokens), ``page_faults`` per
   step, ``ratio_to_stock`` and
   ``ratio_to_baseline`` ``{median, low, high}`` (how many times faster, 95 % interval; the

@@ -71,7 +71,7 @@ class Generation:
                 "peak_bytes": self.peaks,
                 "left_out": self.left_out,
                 "note": self.note,
-                "auto": auto_dict(self.settings.decision),
+                "auto": auto_dict(self.settings.decisions),
                 "swap_report": self.swap_report,
             },
         }
@@ -99,7 +99,7 @@ class Generation:
             print_text(console, f"{self.note}.")
         for name, reason in self.left_out.items():
             print_text(console, f"Without {name}: {reason}.")
-        for line in auto_lines(self.settings.decision):
+        for line in auto_lines(self.settings.decisions):
             print_text(console, line)
         print_text(console, self.verdict(), "bold")
         if self.settings.quick:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class Speed:
     variants: dict[str, Variant]
     products: Products
     swap_report: dict  # Report.to_dict()
-    decision: Decision | None = None  # of --auto
+    decisions: dict[str, Decision] = field(default_factory=dict)  # of --auto, by precision
     objective: str = OWN_LOSS
 
     def milliseconds(self, name: str) -> tuple[float, float, float]:
@@ -129,7 +129,7 @@ def compare_speed(workload, settings: Settings, advance: Callable[[], None]) -> 
     }
     return Speed(
         workload.dropout, workload.items_per_batch, timing, variants, products, report.to_dict(),
-        settings.decision, objective,
+        settings.decisions, objective,
     )  # fmt: skip
 
 

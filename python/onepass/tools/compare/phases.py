@@ -20,7 +20,7 @@ def phases_of(
     steps = len(trained) + settings.pairs * len(trained + kept) + bool(kept) + 1
     seconds = 0.0 if settings.quick else measure.SECONDS + measure.WATCHED_SECONDS
     found = [
-        Phase(f"Choice, dropout {label(p)}", seconds=sample.SECONDS)
+        Phase(f"Choice, dropout {label(p)}", seconds=sample.SECONDS * len(settings.compared))
         for p in dropouts
         if settings.auto
     ]

@@ -14,7 +14,7 @@ from onepass.swapping.texts import grouped
 from onepass.tools.compare.attribution import PARTS, PYTHON, UNATTRIBUTED, by_part
 from onepass.tools.compare.measure import FirstStep, Speed
 from onepass.tools.compare.optimizers import BASELINE, Comparison
-from onepass.tools.compare.settings import Settings
+from onepass.tools.compare.settings import FLOAT32, Settings
 from onepass.tools.compare.train import BAND_FACTOR, Sameness
 from onepass.tools.compare.variants import INT8_MEANS, MEDIUM, MEDIUM_MEANS, baseline_of
 from onepass.tools.harness import Interval
@@ -116,7 +116,7 @@ class Result:
             print_table(console, _parts_table(speed))
             if text := linear_text(speed):
                 print_text(console, f"{text}\n")
-            for line in auto_lines(speed.decision):
+            for line in auto_lines(speed.decisions):
                 print_text(console, line)
         print_table(console, _sameness_table(self), before="dropout ")
         for name, step in self.first_steps.items():
@@ -172,14 +172,20 @@ def _speed_dict(speed: Speed) -> dict:
         "variants": variants,
         "linear_operations": speed.products.operations,
         "arithmetic_gflops": speed.products.ceiling,
-        "auto": auto_dict(speed.decision),
+        "auto": auto_dict(speed.decisions),
     }
 
 
-def auto_dict(decision: Decision | None) -> dict | None:
-    """Decisions of --auto; the same kinds with the same reason are one entry."""
-    if decision is None:
+def auto_dict(decisions: dict[str, Decision]) -> dict | None:
+    """Decisions of --auto by precision: that in float32, and in it the others."""
+    if not decisions:
         return None
+    found = {precision: _decision_dict(decision) for precision, decision in decisions.items()}
+    return found.pop(FLOAT32) | {"precisions": found}
+
+
+def _decision_dict(decision: Decision) -> dict:
+    """The same kinds with the same reason are one entry."""
     modules: dict[tuple, list[str]] = {}
     for left in decision.left_out:
         modules.setdefault((tuple(left.kinds), left.text), []).extend(left.names)
@@ -190,16 +196,16 @@ def auto_dict(decision: Decision | None) -> dict | None:
     return {"left_out": left_out, "notes": decision.notes}
 
 
-def auto_lines(decision: Decision | None) -> list[str]:
+def auto_lines(decisions: dict[str, Decision]) -> list[str]:
     """The same for people; none without --auto."""
-    if decision is None:
-        return []
-    found = auto_dict(decision)
-    gain = "; ".join(found["notes"]) or "measured on the batch: nothing gains"
-    lines = [f"--auto: {gain}."]
-    for left in found["left_out"]:
-        names = ", ".join(grouped(left["modules"]))
-        lines.append(f"  left out, {' and '.join(left['kinds'])} of {names}: {left['reason']}")
+    lines = []
+    for precision, decision in decisions.items():
+        found = _decision_dict(decision)
+        gain = "; ".join(found["notes"]) or "measured on the batch: nothing gains"
+        lines.append(f"--auto{'' if precision == FLOAT32 else f', {precision}'}: {gain}.")
+        for left in found["left_out"]:
+            names = ", ".join(grouped(left["modules"]))
+            lines.append(f"  left out, {' and '.join(left['kinds'])} of {names}: {left['reason']}")
     return lines
 
 

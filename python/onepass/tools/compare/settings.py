@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from onepass.swapping.matchers import KINDS
 from onepass.swapping.sample import Decision
 from onepass.tools.command import STDOUT
 from onepass.tools.errors import BadInput
-from onepass.tools.machine import medium_has_effect
+from onepass.tools.machine import medium_has_effect, medium_precision
 from onepass.tools.model import Sizes
 from onepass.tools.user_model import MODEL_HELP, telling_errors
 
@@ -31,6 +32,7 @@ SIZE_FLAGS = ("layers", "heads", "width", "block", "batch")
 OPTIMIZERS = ("default", "fused", "onepass")
 MASTERS = ("none", "fp32", "remainder16", "stochastic")
 STATE_DTYPES = ("float32", "bfloat16", "int8")
+FLOAT32 = "float32"  # the precision that is always compared
 
 
 @dataclass(frozen=True)
@@ -60,24 +62,41 @@ class Settings:
     threads: int
     quick: bool
     command: str
-    decision: Decision | None = None  # of --auto, once it is known
+    decisions: dict[str, Decision] = field(default_factory=dict)  # of --auto, by precision
 
     def swap(
-        self, model: nn.Module, kinds: Sequence[str] = (), precision: str | None = None
+        self, model: nn.Module, kinds: Sequence[str] = (), precision: str = FLOAT32, **options
     ) -> onepass.Report:
-        """Swaps a model in place; kinds: others than the settings'."""
-        choice = self.decision and self.decision.to_dict()
-        kinds = kinds or self.kinds or None
-        return onepass.swap(model, kinds=kinds, choice=choice, precision=precision)
+        """Swaps a model in place.
+
+        Args:
+            kinds: others than the settings'.
+            precision: of `compared`; to run the model `at` it is the caller's.
+            options: of `onepass.swap`.
+        """
+        if precision in self.decisions:
+            options["choice"] = self.decisions[precision].to_dict()
+        own = precision if quantizes(precision) else None
+        with at(precision)():
+            kinds = kinds or self.kinds or None
+            return onepass.swap(model, kinds=kinds, precision=own, **options)
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The precisions of float32 products in which the swapped model runs."""
+        return (FLOAT32,) if self.generate else (FLOAT32, *self.precisions)
 
     def decided(self, model: nn.Module, batch: object) -> Settings:
         """Settings; with --auto those that swap what gains on this batch, in the mode that the
-        model is in; the model stays as it is."""
+        model is in and at the precision of each variant; the model stays as it is."""
         if not self.auto:
             return self
-        with telling_errors(model, batch), self.autocast():
-            report = onepass.swap(model, kinds=self.kinds or None, sample=batch, dry_run=True)
-        return replace(self, decision=report._decision)
+        decisions = {}
+        for precision in self.compared:
+            with telling_errors(model, batch), self.autocast():
+                report = self.swap(model, precision=precision, sample=batch, dry_run=True)
+            decisions[precision] = report._decision
+        return replace(self, decisions=decisions)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, self.dtype == torch.bfloat16)
@@ -85,7 +104,7 @@ class Settings:
     def to_dict(self) -> dict:
         """The flags; `task` has what was decided too."""
         fields = asdict(self)
-        del fields["command"], fields["decision"]
+        del fields["command"], fields["decisions"]
         return fields | {
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -94,12 +113,13 @@ class Settings:
 
     def task(self) -> dict:
         """Arguments for another process."""
-        return self.to_dict() | {"decision": self.decision and self.decision.to_dict()}
+        decisions = {name: decision.to_dict() for name, decision in self.decisions.items()}
+        return self.to_dict() | {"decisions": decisions}
 
     @classmethod
     def from_dict(cls, fields: dict, command: str) -> Settings:
         """The inverse of `to_dict` and of `task`."""
-        decision = fields.get("decision")
+        decisions = fields.get("decisions", {})
         return cls(
             **fields
             | {
@@ -109,9 +129,14 @@ class Settings:
                 "device": torch.device(fields["device"]),
                 "dtype": getattr(torch, fields["dtype"]),
                 "command": command,
-                "decision": decision and Decision.from_dict(decision),
+                "decisions": {name: Decision.from_dict(d) for name, d in decisions.items()},
             }
         )
+
+
+def at(precision: str) -> Callable[[], contextlib.AbstractContextManager]:
+    """The context of steps at a precision: that of torch's setting for "medium"."""
+    return medium_precision if precision == "medium" else contextlib.nullcontext
 
 
 _OF_TRAINING = ("steps", "keep_memory", "precision", "optimizers", "master", "state_dtype", "plot")
@@ -124,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, metavar="N", help="steps of the sameness phase (default 200)")
     add("--auto", action="store_true", help="swap what gains on the batch, as "
-        "onepass.swap(model, sample=batch)")  # fmt: skip
+        "onepass.swap(model, sample=batch), for each precision")  # fmt: skip
     add("--compile", action="store_true", help="add compiled stock and compiled swapped")
     add("--keep-memory", action="store_true", help="add stock and swapped in a process that keeps "
         "the memory it has freed (onepass.keep_freed_memory)")  # fmt: skip
@@ -269,8 +294,8 @@ def _precisions(
     names = [name for value in given for name in value.split(",")]
     for name in names:
         try:
-            check_precision("", None if name == "float32" else name)
-            known = name in ("float32", "medium") or quantizes(name)
+            check_precision("", None if name == FLOAT32 else name)
+            known = name in (FLOAT32, "medium") or quantizes(name)
         except ValueError:
             known = False
         if not known:
@@ -280,7 +305,7 @@ def _precisions(
             )
     if len({*names}) != len(names):
         raise BadInput(f"--precision must list different values, got {' '.join(names)}")
-    others = tuple(name for name in names if name != "float32")
+    others = tuple(name for name in names if name != FLOAT32)
     if others and not is_float32:
         raise BadInput("--precision is of float32 on a CPU: drop it, or --device and --dtype")
     return others

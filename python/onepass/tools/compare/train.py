@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from onepass._batch import call
 from onepass.tools.compare import attribution
-from onepass.tools.compare.settings import Settings
+from onepass.tools.compare.settings import Settings, at
 from onepass.tools.errors import BadModel
-from onepass.tools.machine import medium_precision
 from onepass.tools.model import cast
 from onepass.tools.user_model import (
     check_dense_gradients,
@@ -289,11 +288,9 @@ def compare_training(
     swapped = train_curve(workload, settings, points, advance, prepare=settings.swap)
     others = {}
     for precision in settings.precisions:
-        is_medium = precision == "medium"
-        swap = functools.partial(settings.swap, precision=None if is_medium else precision)
-        around = medium_precision if is_medium else contextlib.nullcontext
+        swap = functools.partial(settings.swap, precision=precision)
         others[precision] = train_curve(
-            workload, settings, points, advance, prepare=swap, around=around
+            workload, settings, points, advance, prepare=swap, around=at(precision)
         )
     differ_by = {None: "rounding of the initial weights, random seed", 0.0: "summation order"}
     return Sameness(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from torch import nn
 
 import onepass
 from onepass._policy.precision import INT8
-from onepass.tools.compare.settings import Settings
+from onepass.tools.compare.settings import FLOAT32, Settings, at
 from onepass.tools.compare.train import Trainer
-from onepass.tools.machine import medium_precision
 
 STOCK, SWAPPED = "stock", "swapped"
 COMPILED = "compiled "
@@ -65,14 +63,20 @@ def kinds_of(variant: str, settings: Settings) -> tuple[str, ...]:
     return tuple(named.split(", ")) if named else settings.kinds
 
 
+def precision_of(variant: str) -> str:
+    """The precision of a variant's float32 products."""
+    if variant.endswith(_MEDIUM):
+        return "medium"
+    _, quantized, parts = variant.partition(f"{_AT}{INT8}")
+    return f"{INT8}{parts}" if quantized else FLOAT32
+
+
 def trainer_of(
     variant: str, model: nn.Module, settings: Settings
 ) -> tuple[Trainer, onepass.Report | None]:
     """Turns a stock model into the variant; returns the report if it is swapped."""
-    report = None
+    report, precision = None, precision_of(variant)
     if SWAPPED in variant:
-        _, at, precision = variant.partition(f"{_AT}{INT8}")
-        kinds = kinds_of(variant, settings)
-        report = settings.swap(model, kinds, f"{INT8}{precision}" if at else None)
-    around = medium_precision if variant.endswith(_MEDIUM) else contextlib.nullcontext
-    return Trainer(model, settings, variant.startswith(COMPILED), around=around), report
+        report = settings.swap(model, kinds_of(variant, settings), precision)
+    compiled = variant.startswith(COMPILED)
+    return Trainer(model, settings, compiled, around=at(precision)), report
