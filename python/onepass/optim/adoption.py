@@ -256,17 +256,3 @@ class Adoption:
             self._request(
                 result, param, "remainder", torch.int16, lambda t: t.copy_(masters.low(master))
             )
-
-
-def like(entry: Tensor, decoded: Tensor) -> Tensor:
-    """A local part as a DTensor if `entry` is one."""
-    if local(entry) is entry:
-        return decoded
-    return type(entry).from_local(
-        decoded,
-        entry.device_mesh,
-        entry.placements,
-        run_check=False,
-        shape=entry.shape,
-        stride=entry.stride(),
-    )
