@@ -126,31 +126,23 @@ py::tuple attributes(const py::list& objects, const py::str& name) {
   return py::make_tuple(std::move(values), missing);
 }
 
-// Whether each list or tuple holds the same objects as the list in its place. Other objects are not
-// read, because reading an iterator would exhaust it.
-bool hold_same(const py::list& sequences, const py::list& lists) {
-  if (sequences.size() != lists.size()) return false;
-  for (size_t i = 0; i < lists.size(); ++i) {
-    PyObject* const one = PyList_GET_ITEM(sequences.ptr(), i);
-    PyObject* const other = PyList_GET_ITEM(lists.ptr(), i);
-    if (!PyList_Check(one) && !PyTuple_Check(one)) return false;
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(one);
-    if (!PyList_Check(other) || PyList_GET_SIZE(other) != size) return false;
-    for (Py_ssize_t k = 0; k < size; ++k) {
-      if (PySequence_Fast_GET_ITEM(one, k) != PyList_GET_ITEM(other, k)) return false;
-    }
-  }
-  return true;
-}
-
-// Calls next(object) for the keys and values of a dict, and for those of values that are dicts,
-// until a call returns false, which is then the result. next must not run Python code.
+// Calls next(object) for what a table of an optimizer was made from: the parameters of each group,
+// None after each, then the keys and values of the state and of its entries. False where a call
+// returns false, which must not run Python code, and where a sequence is neither list nor tuple
+// (reading an iterator would exhaust it), the state or an entry no dict.
 template <class Next>
-bool for_each_within(const py::dict& entries, Next&& next) {
+bool for_each_watched(const py::list& groups, const py::object& state, Next&& next) {
+  for (const py::handle group : groups) {
+    if (!PyList_Check(group.ptr()) && !PyTuple_Check(group.ptr())) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(group.ptr()); ++i) {
+      if (!next(PySequence_Fast_GET_ITEM(group.ptr(), i))) return false;
+    }
+    if (!next(Py_None)) return false;
+  }
   PyObject *of, *entry, *key, *value;
-  for (Py_ssize_t outer = 0; PyDict_Next(entries.ptr(), &outer, &of, &entry);) {
-    if (!next(of) || !next(entry)) return false;
-    if (!PyDict_Check(entry)) continue;
+  if (!PyDict_Check(state.ptr())) return false;
+  for (Py_ssize_t outer = 0; PyDict_Next(state.ptr(), &outer, &of, &entry);) {
+    if (!next(of) || !next(entry) || !PyDict_Check(entry)) return false;
     for (Py_ssize_t inner = 0; PyDict_Next(entry, &inner, &key, &value);) {
       if (!next(key) || !next(value)) return false;
     }
@@ -158,21 +150,21 @@ bool for_each_within(const py::dict& entries, Next&& next) {
   return true;
 }
 
-// [key, entry, key in the entry, value, key, value, ..., key, entry, ...]
-py::list contents(const py::dict& entries) {
+// The objects in the order of for_each_watched, held so that no other can get the address of one.
+py::list contents(const py::list& groups, const py::object& state) {
   py::list objects;
-  for_each_within(entries, [&](PyObject* object) {
+  for_each_watched(groups, state, [&](PyObject* object) {
     objects.append(py::handle(object));
     return true;
   });
   return objects;
 }
 
-// Whether a dict still holds the objects that contents() found, in the same order.
-bool holds(const py::dict& entries, const py::list& objects) {
+// Whether groups and state still hold the objects that contents() found, in the same order.
+bool holds(const py::list& groups, const py::object& state, const py::list& objects) {
   const Py_ssize_t count = PyList_GET_SIZE(objects.ptr());
   Py_ssize_t at = 0;
-  const bool same = for_each_within(entries, [&](PyObject* object) {
+  const bool same = for_each_watched(groups, state, [&](PyObject* object) {
     return at < count && PyList_GET_ITEM(objects.ptr(), at++) == object;
   });
   return same && at == count;
@@ -213,8 +205,6 @@ PYBIND11_MODULE(_C, m) {
       "multiplies_bytes", [] { return attached().machine().multiplies_bytes; },
       "Whether this CPU has dot products of bytes: VNNI, or AVX-VNNI at level avx2.");
   m.def("attributes", &attributes, "The attribute of each object, and how many of them are None.");
-  m.def("hold_same", &hold_same,
-        "Whether lists and tuples hold the same objects as lists, each as its own.");
-  m.def("contents", &contents, "The keys and values of a dict and of the dicts in it.");
-  m.def("holds", &holds, "Whether a dict still holds what contents() found.");
+  m.def("contents", &contents, "The parameters of groups, and the keys and values of their state.");
+  m.def("holds", &holds, "Whether groups and state still hold what contents() found.");
 }

@@ -11,29 +11,23 @@ namespace {
 
 constexpr const char* kTableOp = "optimizer_table";
 
-// One of `states`: memory that holds a kind of state of many parameters.
-struct StateBuffer {
-  char* data;
-  int64_t numel;
-  int32_t scalar_type;
-  int64_t element_size;
-};
+using States = std::vector<StepTable::Kept>;
 
-// Part of a buffer.
+// Part of a tensor of states.
 struct StateSlice {
   void* data = nullptr;
   int32_t scalar_type = 0;
 };
 
 // The states of one parameter at `place`, a pair of `layout`.
-StateSlice slice(const std::vector<StateBuffer>& buffers, const int64_t* place, int64_t numel) {
+StateSlice slice(const States& states, const int64_t* place, int64_t numel) {
   if (place[0] < 0) return {};
-  require(place[0] < static_cast<int64_t>(buffers.size()), kTableOp,
+  require(place[0] < static_cast<int64_t>(states.size()), kTableOp,
           ": layout must name one of the states, got ", place[0]);
-  const StateBuffer& buffer = buffers[place[0]];
-  require(place[1] >= 0 && numel <= buffer.numel && place[1] <= buffer.numel - numel, kTableOp,
-          ": layout must lie within the states, got ", place[1], " of ", buffer.numel);
-  return {buffer.data + place[1] * buffer.element_size, buffer.scalar_type};
+  const FlatInfo& info = states[place[0]].info;
+  require(place[1] >= 0 && numel <= info.numel && place[1] <= info.numel - numel, kTableOp,
+          ": layout must lie within the states, got ", place[1], " of ", info.numel);
+  return {states[place[0]].data + place[1] * element_size_of(info.scalar_type), info.scalar_type};
 }
 
 // Stochastic rounding concerns the step alone, not the table.
@@ -46,11 +40,11 @@ std::optional<MomentType> moment_type_of(const StateSlice& moment) {
   return types[static_cast<int>(*dtype)];
 }
 
-void add_moments(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
+void add_moments(StepTensor& tensor, const States& states, const int64_t* row) {
   const bool wide = tensor.param_dtype == DType::kFloat64;
   tensor.moment_type = wide ? MomentType::kFloat64 : MomentType::kFloat32;
   for (int which = 0; which < kMoments; ++which) {
-    const StateSlice moment = slice(buffers, row + kMomentColumn + 2 * which, tensor.numel);
+    const StateSlice moment = slice(states, row + kMomentColumn + 2 * which, tensor.numel);
     if (!moment.data) return;
     const std::optional<MomentType> type = moment_type_of(moment);
     require(type && (which == 0 || *type == tensor.moment_type) &&
@@ -65,7 +59,7 @@ void add_moments(StepTensor& tensor, const std::vector<StateBuffer>& buffers, co
               ": params with codes must have a multiple of ", kCodeBlock, " elements, got ",
               tensor.numel);
       const StateSlice scale =
-          slice(buffers, row + kScaleColumn + 2 * which, tensor.numel / kCodeBlock);
+          slice(states, row + kScaleColumn + 2 * which, tensor.numel / kCodeBlock);
       require(scale.data && dtype_of(scale.scalar_type) == DType::kFloat32, kTableOp,
               ": states must hold float32 scales beside codes, got none or another dtype");
       tensor.scales[which] = static_cast<float*>(scale.data);
@@ -73,8 +67,8 @@ void add_moments(StepTensor& tensor, const std::vector<StateBuffer>& buffers, co
   }
 }
 
-void add_master(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
-  const StateSlice master = slice(buffers, row + kMasterColumn, tensor.numel);
+void add_master(StepTensor& tensor, const States& states, const int64_t* row) {
+  const StateSlice master = slice(states, row + kMasterColumn, tensor.numel);
   if (!master.data) return;
   const bool remainder = is(ScalarType::Short, master.scalar_type);
   require(remainder
@@ -87,8 +81,8 @@ void add_master(StepTensor& tensor, const std::vector<StateBuffer>& buffers, con
   tensor.master_kind = remainder ? Master::kRemainder : Master::kFloat32;
 }
 
-void add_average(StepTensor& tensor, const std::vector<StateBuffer>& buffers, const int64_t* row) {
-  const StateSlice average = slice(buffers, row + kAverageColumn, tensor.numel);
+void add_average(StepTensor& tensor, const States& states, const int64_t* row) {
+  const StateSlice average = slice(states, row + kAverageColumn, tensor.numel);
   if (!average.data) return;
   const std::optional<DType> dtype = dtype_of(average.scalar_type);
   require(dtype && (dtype == tensor.param_dtype ||
@@ -138,9 +132,8 @@ bool are_in_one_order(const char* op, const TensorInfo& param, const TensorInfo&
 }  // namespace
 
 StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tensor>& states_,
-                     const Tensor& layout)
-    : params(params_), states(states_) {
-  const int64_t count = static_cast<int64_t>(params.size());
+                     const Tensor& layout) {
+  const int64_t count = static_cast<int64_t>(params_.size());
   const TensorInfo table = input_of(kTableOp, "layout", layout);
   require(is(ScalarType::Long, table.scalar_type) && table.dims == 2 && table.sizes[0] == count &&
               table.sizes[1] == kLayoutColumns && layout.is_contiguous(),
@@ -148,21 +141,17 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
           static_cast<int64_t>(kLayoutColumns), "), got ", table, " of ",
           TypeName{table.scalar_type});
   const int64_t* row = static_cast<const int64_t*>(layout.const_data_ptr());
-  if (count > 0) device = info_of(params.front()).device;
-  std::vector<StateBuffer> buffers;
-  buffers.reserve(states.size());
-  for (const Tensor& state : states) {
+  if (count > 0) device = info_of(params_.front()).device;
+  states.reserve(states_.size());
+  for (const Tensor& state : states_) {
     const FlatInfo info = flat_input_of(kTableOp, "states", state.get(), device);
-    buffers.push_back({static_cast<char*>(state.mutable_data_ptr()), info.numel, info.scalar_type,
-                       element_size_of(info.scalar_type)});
-    state_infos.push_back(info);
-    state_data.push_back(buffers.back().data);
+    states.push_back({state, info, 0, static_cast<char*>(state.mutable_data_ptr())});
   }
-  infos.reserve(params.size());
-  tensors.reserve(params.size());
-  first_piece.reserve(params.size() + 1);
+  params.reserve(count);
+  tensors.reserve(count);
+  first_piece.reserve(count + 1);
   int64_t pieces = 0;
-  for (const Tensor& param : params) {
+  for (const Tensor& param : params_) {
     const FlatInfo info = flat_input_of(kTableOp, "params", param.get(), device);
     StepTensor tensor{};
     tensor.numel = info.numel;
@@ -170,17 +159,16 @@ StepTable::StepTable(const std::vector<Tensor>& params_, const std::vector<Tenso
     tensor.index = static_cast<int32_t>(row[kIndexColumn]);
     tensor.group = static_cast<int32_t>(row[kGroupColumn]);
     require(tensor.group >= 0, kTableOp, ": layout must name a row of hyper, got ", tensor.group);
-    const StateSlice step = slice(buffers, row + kStepColumn, 1);
+    const StateSlice step = slice(states, row + kStepColumn, 1);
     require(step.data && dtype_of(step.scalar_type) == DType::kFloat32, kTableOp,
             ": states must hold a float32 step per parameter, got none or another dtype");
     tensor.step = static_cast<float*>(step.data);
-    add_moments(tensor, buffers, row);
-    add_master(tensor, buffers, row);
-    add_average(tensor, buffers, row);
+    add_moments(tensor, states, row);
+    add_master(tensor, states, row);
+    add_average(tensor, states, row);
     groups = std::max(groups, static_cast<int64_t>(tensor.group) + 1);
     numel += tensor.numel;
-    infos.push_back(info);
-    layout_keys.push_back(layout_key_of(param));
+    params.push_back({param, info, layout_key_of(param), nullptr});
     tensors.push_back(tensor);
     first_piece.push_back(pieces);
     pieces += pieces_of(tensor.numel);
@@ -244,19 +232,19 @@ CheckedStep::CheckedStep(const char* op, Algorithm algorithm, int64_t table,
 // hundreds of states of a step.
 void CheckedStep::states_stayed() const {
   for (size_t i = 0; i < table_->states.size(); ++i) {
-    const AtenTensorHandle state = table_->states[i].get();
-    tell_of_tensor(state, table_->state_infos[i]);
-    if (mutable_data_of(state) == table_->state_data[i]) continue;
-    require_memory(op_, "states", state, table_->state_infos[i]);
+    const StepTable::Kept& state = table_->states[i];
+    tell_of_tensor(state.tensor.get(), state.info);
+    if (mutable_data_of(state.tensor.get()) == state.data) continue;
+    require_memory(op_, "states", state.tensor.get(), state.info);
     require(false, op_, ": states must lie where they did in the table, got others in number ", i);
   }
 }
 
 // False: the parameter or its gradient does not lie as the table has it.
 bool CheckedStep::complete(StepTensor& tensor, size_t number, AtenTensorHandle gradient) {
-  const Tensor& param = table_->params[number];
-  const FlatInfo& before = table_->infos[number];
-  if (layout_key_of(param) != table_->layout_keys[number]) return false;
+  const Tensor& param = table_->params[number].tensor;
+  const FlatInfo& before = table_->params[number].info;
+  if (layout_key_of(param) != table_->params[number].layout_key) return false;
   require_memory(op_, "params", param.get(), before);
   const FlatInfo info = flat_info_of(gradient);
   require_device(op_, "gradients", gradient, table_->device);

@@ -84,19 +84,23 @@ void require_apart(const char* op, const char* name, const std::vector<Item>& it
 }
 
 struct StepTable {
+  // A tensor as it was when the table was made.
+  struct Kept {
+    Tensor tensor;
+    FlatInfo info;
+    uint64_t layout_key;  // of a parameter
+    char* data;           // of a state: memory that holds a kind of state of many parameters
+  };
+
   // Keeps the tensors; the StepTensors lack the fields that may change from step to step.
   StepTable(const std::vector<Tensor>& params, const std::vector<Tensor>& states,
             const Tensor& layout);
 
-  std::vector<Tensor> params;
-  std::vector<Tensor> states;
-  std::vector<FlatInfo> infos;  // of params
-  std::vector<FlatInfo> state_infos;
-  std::vector<void*> state_data;      // where they lay as the table was made
-  std::vector<uint64_t> layout_keys;  // of params, as they were
-  std::vector<StepTensor> tensors;    // one per parameter
-  std::vector<int64_t> first_piece;   // (parameters + 1,)
-  int64_t groups = 0;                 // rows of hyper that are named
+  std::vector<Kept> params;
+  std::vector<Kept> states;
+  std::vector<StepTensor> tensors;   // one per parameter
+  std::vector<int64_t> first_piece;  // (parameters + 1,)
+  int64_t groups = 0;                // rows of hyper that are named
   int64_t numel = 0;
   bool are_apart = false;  // where the parameters lie, as of the last step
   Device device{};

@@ -4,10 +4,10 @@ import functools
 import gc
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
-from onepass._C import attributes, contents, hold_same, holds
+from onepass._C import attributes, contents, holds
 
 
 class Holder:
@@ -73,49 +73,55 @@ def test_attributes_of_a_list_that_changes_meanwhile():
     assert attributes(holders, "grad") == ([1, 2], 0)
 
 
-# ---- sequences -----------------------------------------------------------------------------------
+# ---- groups of parameters, and their state ------------------------------------------------------
 
 
-def test_hold_same():
-    a, b, c = Same(), Same(), Same()
-    held = [[a, b], [], [c]]
-    assert hold_same([[a, b], [], [c]], held)
-    assert hold_same([(a, b), (), (c,)], held)
-    assert hold_same([], [])
+def groups():
+    return [[Same(), Same()], [], [Same()]]
+
+
+def entries():
+    return defaultdict(
+        dict, {1: {"x": Same(), "y": Same()}, 2: {}, 3: OrderedDict(x=Same()), "other": {}}
+    )
+
+
+def test_contents():
+    lists, of = groups(), entries()
+    (a, b), _, (c,) = lists
+    found = contents(lists, of)
+    first = [1, of[1], "x", of[1]["x"], "y", of[1]["y"]]
+    last = [2, of[2], 3, of[3], "x", of[3]["x"], "other", of["other"]]
+    expected = [a, b, None, None, c, None, *first, *last]
+    assert all(one is other for one, other in zip(found, expected, strict=True))
+    assert contents([], {}) == []
+
+
+def test_other_parameters_are_seen():
+    lists, of = groups(), entries()
+    (a, b), _, (c,) = lists
+    found = contents(lists, of)
+    assert holds(lists, of, found)
+    assert holds([(a, b), (), (c,)], of, found)
     different = (
         [[a, b], []], [[a, b], [], [c], []], [[a], [b], [c]],  # the same in another division
         [[a, b], [c], []], [[a], [], [c]], [[a, b, c], [], [c]], [[b, a], [], [c]],
         [[a, Same()], [], [c]],
     )  # fmt: skip
-    for sequences in different:
-        assert not hold_same(sequences, held)
+    for others in different:
+        assert not holds(others, of, found)
 
 
-def test_hold_same_leaves_what_is_no_list_alone():
+def test_what_cannot_be_compared_is_never_the_same():
     a = object()
     iterator = iter([a])
-    assert not hold_same([iterator], [[a]])
+    found = contents([[a]], {})
+    assert not holds([iterator], {}, found) and not holds([iterator], {}, contents([iterator], {}))
     assert list(iterator) == [a]
     for other in ({a: 1}, {a}, 3, None):
-        assert not hold_same([other], [[a]])
-
-
-# ---- dicts of dicts ------------------------------------------------------------------------------
-
-
-def entries():
-    return defaultdict(
-        dict, {1: {"x": Same(), "y": Same()}, 2: {}, 3: OrderedDict(x=Same()), "other": Same()}
-    )
-
-
-def test_contents():
-    of = entries()
-    found = contents(of)
-    first = [1, of[1], "x", of[1]["x"], "y", of[1]["y"]]
-    expected = [*first, 2, of[2], 3, of[3], "x", of[3]["x"], "other", of["other"]]
-    assert all(one is other for one, other in zip(found, expected, strict=True))
-    assert contents({}) == []
+        assert not holds([other], {}, found) and not holds([other], {}, contents([other], {}))
+    for state in (UserDict(), None, {1: UserDict()}, {1: Same()}):
+        assert not holds([[a]], state, contents([[a]], state))
 
 
 def swap(of, one, other):
@@ -132,7 +138,6 @@ def swap_keys(of):
 CHANGES = {
     "a value": lambda of: of[1].update(y=Same()),
     "the last value": lambda of: of[3].update(x=Same()),
-    "what is no dict": lambda of: of.update(other=Same()),
     "an entry": lambda of: of.update({1: dict(of[1])}),
     "entries are swapped": lambda of: swap(of, 1, 3),
     "keys are swapped": swap_keys,
@@ -141,7 +146,7 @@ CHANGES = {
     "a name": lambda of: of[1].update(z=of[1].pop("y")),
     "a value less": lambda of: of[1].pop("y"),
     "a value more": lambda of: of[1].update(z=None),
-    "a last value more": lambda of: of[3].update(z=None),
+    "a last value more": lambda of: of["other"].update(z=None),
     "an entry less": lambda of: of.pop(2),
     "the last entry less": lambda of: of.pop("other"),
     "an entry more": lambda of: of.update({4: {}}),
@@ -150,19 +155,19 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change):
-    of = entries()
-    found = contents(of)
-    assert holds(of, found)
+def test_a_change_of_the_state_is_seen(change):
+    lists, of = groups(), entries()
+    found = contents(lists, of)
+    assert holds(lists, of, found)
     CHANGES[change](of)
-    assert not holds(of, found)
-    assert holds(of, contents(of))
+    assert not holds(lists, of, found)
+    assert holds(lists, of, contents(lists, of))
 
 
 def test_what_was_found_is_kept():
     """So that no other object can get the address of one of them."""
     of = entries()
-    found, value = contents(of), weakref.ref(of[1]["x"])
+    found, value = contents([], of), weakref.ref(of[1]["x"])
     of.clear()
     gc.collect()
     assert value() is not None

@@ -196,8 +196,9 @@ def test_messages():
     p.grad = torch.ones(5, device=DEVICE)
     optimizer = onepass.optim.SGD([p], lr=1.0)
     optimizer.step()
-    table = optimizer._table.step_table(range(1), [p]).number
-    hyper, device_hyper = optimizer._hyper_tables(p.device)
+    table = optimizer._table.step_table(range(1), [p], range(1)).number
+    settings = optimizer._current_settings(p.device)
+    hyper, device_hyper = settings.host, settings.device
     step = torch.ops.onepass.optimizer_step.default
     for message, options in (
         ("device_hyper must be given on CUDA, got none", {}),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.optim import accumulate, fused_accumulate
+from onepass.optim import accumulate, fused_accumulate, step
 from tests.optim.cases import assert_same, built, snapshot, through_pickle
 from tests.support.dtypes import BF16, F16, F32
 
@@ -189,9 +189,9 @@ def test_two_rounds_look_at_each_parameter_a_few_times(options):
     params = [nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(40)]
     optimizer = onepass.optim.AdamW(params, **options)
     fused_accumulate(optimizer, in_backward=True)
-    module = onepass.optim.optimizer
+    module = onepass.optim.flat_state
     with (
-        mock.patch.object(optimizer, "_make_table", wraps=optimizer._make_table) as make,
+        mock.patch.object(step, "make_table", wraps=step.make_table) as make,
         mock.patch.object(module, "layouts_of", wraps=module.layouts_of) as look,
     ):
         for _ in range(2):

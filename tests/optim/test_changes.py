@@ -11,7 +11,7 @@ import torch
 
 import onepass
 from onepass import _dispatch_log
-from onepass.optim import flat_state
+from onepass.optim import contract
 from tests.optim.cases import (
     ALL,
     FLAGS,
@@ -258,11 +258,11 @@ def test_every_state_put_there_is_the_one_that_is_stepped(name):
 def test_settings_on_a_device_stay_in_their_memory():
     """Captured steps read them there; here on the meta device."""
     meta, settings = torch.device("meta"), torch.rand(2, 11, dtype=torch.float64)
-    assert flat_state.on_device(settings, torch.device("cpu"), None) is None
-    first = flat_state.on_device(settings, meta, None)
+    assert contract.on_device(settings, torch.device("cpu"), None) is None
+    first = contract.on_device(settings, meta, None)
     assert first.device == meta and first.shape == settings.shape and first.dtype == settings.dtype
-    assert flat_state.on_device(settings * 2, meta, first) is first
-    assert flat_state.on_device(settings[:1], meta, first).shape == (1, 11)
+    assert contract.on_device(settings * 2, meta, first) is first
+    assert contract.on_device(settings[:1], meta, first).shape == (1, 11)
 
 
 # ---- states whose memory other code exchanges ---------------------------------------------------

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import onepass
 from onepass import numerics
-from onepass.optim import tables
+from onepass.optim import contract
 from onepass.optim.contract import Hyper
 from onepass.reference import optimizer as reference
 from tests.optim.cases import (
@@ -122,7 +122,7 @@ class OnDevice(Tensor):
 def test_a_tensor_lr_on_a_device(name, monkeypatch):
     """The kernel reads the same settings as with a number; Adafactor's updates contain lr already,
     and its weight decay does too."""
-    monkeypatch.setattr(tables, "on_device", lambda settings, *_: settings.clone())
+    monkeypatch.setattr(contract, "on_device", lambda settings, *_: settings.clone())
     found = []
     for lr in (torch.tensor(0.25).as_subclass(OnDevice), 0.25):
         optimizer = made(name, SHAPES, lr=lr, weight_decay=0.5)
@@ -131,7 +131,7 @@ def test_a_tensor_lr_on_a_device(name, monkeypatch):
                 lr.fill_(now)
             else:
                 optimizer.param_groups[0]["lr"] = now
-            device_settings = optimizer._hyper_tables(torch.device("cuda"))[1]
+            device_settings = optimizer._current_settings(torch.device("cuda")).device
             found.append(dict(zip(Hyper._fields, device_settings[0].tolist(), strict=True)))
     assert found[:2] == found[2:]
     if name == "Adafactor":

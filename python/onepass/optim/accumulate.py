@@ -14,7 +14,7 @@ from onepass._imported import is_dtensor
 from onepass._ops import optimizer as _ops
 from onepass.optim.checks import refuse_sparse
 from onepass.optim.contract import ALGORITHMS, LAYOUT, Hyper, StepTable
-from onepass.optim.flat_state import Numbers, Places, Request, laid_like
+from onepass.optim.flat_state import Numbers, Places, Request, laid_like, layout_row
 from onepass.optim.optimizer import FlatOptimizer
 
 _ADD = torch.tensor([Hyper(-1.0)], dtype=torch.float64, device="cpu")  # sum - lr gradient
@@ -278,7 +278,6 @@ def _is_narrow(param: Tensor) -> bool:
 
 def _table_of(total: Tensor) -> StepTable:
     """The table of a sum, which a step of SGD without momentum updates."""
-    row = [0, 0, *[-1] * (LAYOUT["columns"] - 2)]
-    row[LAYOUT["step"]], row[LAYOUT["step"] + 1] = 0, 0
     step = torch.zeros((), dtype=torch.float32, device=total.device)
+    row = layout_row(0, 0, {LAYOUT["step"]: step}, Places(), {})
     return StepTable([total], [step], torch.tensor([row], device="cpu"))

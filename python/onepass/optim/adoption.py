@@ -57,9 +57,8 @@ class Adoption:
         self._places = places
         self._groups = {p: group for group in groups for p in group["params"]}
         self._numbers = {p: number for number, p in enumerate(self._groups)}
-        self._requests: list[Request] = []
-        self._fills: list[Callable[[Tensor], None]] = []
-        self._targets: list[tuple[dict, str]] = []
+        # (an entry to make, the new state that it belongs to, what fills it)
+        self._requests: list[tuple[Request, dict, Callable[[Tensor], None]]] = []
 
     def adopt(self, state: dict) -> dict:
         """The new optimizer.state."""
@@ -72,10 +71,10 @@ class Adoption:
                 adopted[key] = self._entry(self._numbers[key], key, entry)
             else:
                 adopted[key] = entry
-        made = self._places.make(self._requests)
-        for tensor, fill, (entry, key) in zip(made, self._fills, self._targets, strict=True):
+        made = self._places.make([request for request, _, _ in self._requests])
+        for tensor, (request, entry, fill) in zip(made, self._requests, strict=True):
             fill(local(tensor))
-            entry[key] = tensor
+            entry[request.key] = tensor
         return adopted
 
     def _entry(self, number: int, param: Tensor, entry: dict) -> dict:
@@ -208,9 +207,7 @@ class Adoption:
         return dtype
 
     def _request(self, entry: dict, param: Tensor, key: str, dtype, fill) -> None:
-        self._requests.append(Request(param, key, dtype))
-        self._fills.append(fill)
-        self._targets.append((entry, key))
+        self._requests.append((Request(param, key, dtype), entry, fill))
         entry[key] = None  # keeps its place among the keys
 
     def _moment(self, entry, param, key, value, scales, dtype) -> None:
@@ -256,17 +253,3 @@ class Adoption:
             self._request(
                 result, param, "remainder", torch.int16, lambda t: t.copy_(masters.low(master))
             )
-
-
-def like(entry: Tensor, decoded: Tensor) -> Tensor:
-    """A local part as a DTensor if `entry` is one."""
-    if local(entry) is entry:
-        return decoded
-    return type(entry).from_local(
-        decoded,
-        entry.device_mesh,
-        entry.placements,
-        run_check=False,
-        shape=entry.shape,
-        stride=entry.stride(),
-    )

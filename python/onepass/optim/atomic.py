@@ -24,6 +24,25 @@ def settled(work: Callable[[], Result], settle: Callable[[], None]) -> Result:
         settle()
 
 
+def all_or_nothing(
+    thing: object, work: Callable[[], None], finish: Callable[[], None] = lambda: None
+) -> None:
+    """Runs `work()`, which changes attributes of `thing`, then `finish()`, which is idempotent. If
+    `work` is not done, the attributes are as before."""
+    before, done = dict(thing.__dict__), []
+
+    def whole() -> None:
+        work()
+        done.append(True)
+
+    def settle() -> None:
+        if not done:
+            as_before(thing, before)
+        finish()
+
+    settled(whole, settle)
+
+
 def as_before(thing: object, attributes: dict) -> None:
     """Gives `thing` exactly these attributes."""
     thing.__dict__.clear()

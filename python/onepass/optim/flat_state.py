@@ -59,6 +59,20 @@ def awaited(tensor: Tensor) -> Tensor:
     return tensor.trigger_wait() if is_async(tensor) else tensor
 
 
+def placed_like(tensor: Tensor, part: Tensor) -> Tensor:
+    """This rank's part as a DTensor if `tensor` is one, with its shape and placement."""
+    if local(tensor) is tensor:
+        return part
+    return type(tensor).from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def parted(tensor: Tensor) -> tuple[int, ...]:
     """The mesh dimensions along which ranks hold different elements of a DTensor."""
     return tuple(d for d, p in enumerate(tensor.placements) if not p.is_replicate())
@@ -118,19 +132,6 @@ def noise_number(number: int, param: Tensor) -> int:
         shard += size * mesh.get_local_rank(dimension)
         size *= mesh.size(dimension)
     return number + (shard << 20)
-
-
-def on_device(settings: Tensor, device: torch.device, before: Tensor | None) -> Tensor | None:
-    """Settings as a kernel reads them, None on the CPU; in the memory of the previous ones, which a
-    captured step continues to read."""
-    if device.type == "cpu":
-        return None
-    if before is None or before.shape != settings.shape or before.device != device:
-        before = torch.empty_like(settings, device=device)
-    # The host does not wait for the device: the driver has copied the few numbers when it returns.
-    # In a capture replays would read them again: there torch raises.
-    waits = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return before.copy_(settings, non_blocking=not waits)
 
 
 def are_same(ones: Collection, others: Collection) -> bool:
@@ -218,15 +219,8 @@ class Places:
         # Through DLPack the view gets a storage that covers it alone and keeps the buffer alive.
         with _current(part.device):
             entry = torch.from_dlpack(part) if numel else torch.empty_like(part)
-        if entry.dim() and request.param is not param and not request.key.endswith(SCALE):
-            entry = type(request.param).from_local(
-                entry,
-                request.param.device_mesh,
-                request.param.placements,
-                run_check=False,
-                shape=request.param.shape,
-                stride=request.param.stride(),
-            )
+        if entry.dim() and not request.key.endswith(SCALE):
+            entry = placed_like(request.param, entry)
         self._by_id[id(entry)] = Place(entry, buffer, offset)
         return entry
 
@@ -259,18 +253,15 @@ class Table:
     """The parts of the parameters' states that steps need, valid until one is replaced."""
 
     params: list[Tensor]  # of all groups
-    grouped: list[list[Tensor]]  # the same by group
-    contents: list[object] | None  # of optimizer.state; None: not all dicts, cannot be compared
+    watched: list[object]  # of the groups and optimizer.state, by onepass._C.contents
     has_state: list[bool]  # per parameter
-    all_have_state: bool
     kinds: list[tuple[str, ...]]  # the moments of each group, and its averages
     layout: Tensor  # (parameters, columns) int64
     buffers: list[Tensor]
     entries: list[list[Tensor]]  # per parameter, those that lie in the buffers
     addresses: list[int]  # of all entries
     layouts: list[tuple]  # of params
-    masters: list[tuple[Tensor, dict]]  # parameters with a master, and their entries
-    master_params: list[Tensor]
+    masters: dict[Tensor, dict]  # parameters with a master, and their entries of the state
     are_sharded: bool
     device: torch.device
     local_params: list[Tensor] = field(default_factory=list)  # where there are DTensors
@@ -295,6 +286,11 @@ class Table:
             table = self.step_tables[key] = StepTable(params, states, layout)
         return table
 
+    def fits(self, numbers: Numbers, params: list[Tensor]) -> bool:
+        """Whether it has the states of these parameters, in their present layouts."""
+        has_states = all(map(self.has_state.__getitem__, numbers))
+        return has_states and [self.layouts[i] for i in numbers] == layouts_of(params)
+
     def states_stayed(self) -> bool:
         """Whether all states have the memory that they had when this table was made."""
         return addresses_of(self.entries) == self.addresses
@@ -304,46 +300,22 @@ def addresses_of(entries: Iterable[Iterable[Tensor]]) -> list[int]:
     return [entry.data_ptr() for of_one in entries for entry in of_one]
 
 
-class TableWriter:
-    """Collects rows for a Table's layout and numbers the buffers."""
+def layout_row(
+    number: int,
+    group: int,
+    states: dict[int, Tensor],
+    places: Places,
+    buffers: dict[int, tuple[int, Tensor]],
+) -> list[int]:
+    """A row of a table's layout.
 
-    def __init__(self, places: Places):
-        self.places = places
-        self.buffers: list[Tensor] = []
-        self.rows: list[list[int]] = []
-        self.entries: list[list[Tensor]] = []  # of each row
-        self._numbers: dict[int, int] = {}
-
-    def add(
-        self, number: int, group: int, step, is_shown: bool, moments, scales, master, average
-    ) -> None:
-        """A row; every entry may be None. Nobody else reaches a step that is not shown."""
-        row = [number, group, *[-1] * (LAYOUT["columns"] - 2)]
-        self.entries.append([])
-        self._put(row, LAYOUT["step"], step)
-        if not is_shown:
-            self.entries[-1].clear()
-        for i, moment in enumerate(moments):
-            self._put(row, LAYOUT["moments"] + 2 * i, moment)
-        for i, scale in enumerate(scales):
-            self._put(row, LAYOUT["scales"] + 2 * i, scale)
-        self._put(row, LAYOUT["master"], master)
-        self._put(row, LAYOUT["average"], average)
-        self.rows.append(row)
-
-    def layout(self) -> Tensor:
-        """(rows, columns) int64."""
-        return torch.tensor(self.rows, dtype=torch.int64, device="cpu").reshape(
-            -1, LAYOUT["columns"]
-        )
-
-    def _put(self, row: list[int], column: int, entry: Tensor | None) -> None:
-        if entry is None:
-            return
-        self.entries[-1].append(local(entry))
-        place = self.places.of(entry)
-        buffer = place.buffer
-        if id(buffer) not in self._numbers:
-            self._numbers[id(buffer)] = len(self.buffers)
-            self.buffers.append(buffer)
-        row[column], row[column + 1] = self._numbers[id(buffer)], place.offset
+    Args:
+        states: of the parameter, by their columns.
+        buffers: by id, with their numbers; those that are new are added.
+    """
+    row = [number, group, *[-1] * (LAYOUT["columns"] - 2)]
+    for column, entry in states.items():
+        place = places.of(entry)
+        row[column], _ = buffers.setdefault(id(place.buffer), (len(buffers), place.buffer))
+        row[column + 1] = place.offset
+    return row

@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch.optim import lr_scheduler
 
+from onepass.optim import checkpoints
 from onepass.optim.atomic import as_before
 from onepass.optim.optimizer import FlatOptimizer
 from onepass.optim.options import Options, with_options
@@ -69,7 +70,7 @@ def fuse(optimizer: torch.optim.Optimizer, **options) -> FlatOptimizer:
     groups_before = [dict(group) for group in optimizer.param_groups]
     try:
         fused = _made(ours, optimizer, **options)
-        fused._take_over(optimizer)
+        checkpoints.take_over(fused, optimizer)
         for hooks in _HOOKS:
             getattr(fused, hooks).update(getattr(optimizer, hooks))
         fused._led = weakref.ref(optimizer)

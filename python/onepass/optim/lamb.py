@@ -25,15 +25,9 @@ class _LAMB(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
+        settings = {key: value for key, value in locals().items() if key not in ("self", "params")}
         check_like_torch("LAMB", lr, betas, epsilon=eps, weight_decay=weight_decay)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, settings)
 
 
 class LAMB(FormulaOptimizer, _LAMB):

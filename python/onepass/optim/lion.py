@@ -26,19 +26,11 @@ class _Lion(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        settings = {key: value for key, value in locals().items() if key not in ("self", "params")}
         check_like_torch("Lion", lr, betas, weight_decay=weight_decay)
         if foreach and fused:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, settings)
 
 
 class Lion(FlatOptimizer, _Lion):

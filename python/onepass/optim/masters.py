@@ -18,25 +18,21 @@ KEYS = {"fp32": ("master", torch.float32), "remainder16": ("remainder", torch.in
 
 
 def follow(table: Table, before: Table | None) -> None:
-    """Records the parameters with a master.
+    """Follows the parameters of a new table that have a master.
 
     Masters of parameters that changed since the last table was in use, or that were loaded and do
     not fit, are reseeded.
     """
     seen = {}
     if before is not None:
-        seen = {
-            id(p): (version, pointer)
-            for p, version, pointer in zip(
-                before.master_params, before.versions, before.pointers, strict=True
-            )
-        }
-    table.versions = [p._version for p in table.master_params]
-    table.pointers = [local(p).data_ptr() for p in table.master_params]
-    now = zip(table.masters, table.versions, table.pointers, strict=True)
-    for (param, entry), version, pointer in now:
-        if id(param) in seen:
-            changed = seen[id(param)] != (version, pointer)
+        marks = zip(before.versions, before.pointers, strict=True)
+        seen = dict(zip(before.masters, marks, strict=True))
+    remember(table)
+    table.pointers = _pointers(table)
+    marks = zip(table.versions, table.pointers, strict=True)
+    for (param, entry), mark in zip(table.masters.items(), marks, strict=True):
+        if param in seen:
+            changed = seen[param] != mark
         else:
             changed = "master" in entry and not bool(
                 fits(local(param), local(entry["master"])).all()
@@ -45,14 +41,16 @@ def follow(table: Table, before: Table | None) -> None:
             reseed(param, entry)
 
 
+def remember(table: Table) -> None:
+    """Takes the parameters as they are: the optimizer itself has written to them."""
+    table.versions = [p._version for p in table.masters]
+
+
 def reseed_changed(table: Table) -> None:
     """Reseeds the masters of parameters that other code changed."""
-    versions = [p._version for p in table.master_params]
-    if versions == table.versions:
-        return
-    for (param, entry), was, version in zip(table.masters, table.versions, versions, strict=True):
-        if was != version:
-            reseed(param, entry)
+    versions = [p._version for p in table.masters]
+    if versions != table.versions:
+        _reseed_where(table, table.versions, versions)
 
 
 def reseed_moved(table: Table) -> None:
@@ -60,13 +58,21 @@ def reseed_moved(table: Table) -> None:
 
     The tables of steps hold the old addresses, so all tables are dropped.
     """
-    pointers = [local(p).data_ptr() for p in table.master_params]
-    for (param, entry), was, pointer in zip(table.masters, table.pointers, pointers, strict=True):
-        if was != pointer:
-            reseed(param, entry)
+    pointers = _pointers(table)
     if pointers != table.pointers:
+        _reseed_where(table, table.pointers, pointers)
         table.step_tables.clear()
-    table.pointers = pointers
+        table.pointers = pointers
+
+
+def _reseed_where(table: Table, before: list[int], now: list[int]) -> None:
+    for (param, entry), one, other in zip(table.masters.items(), before, now, strict=True):
+        if one != other:
+            reseed(param, entry)
+
+
+def _pointers(table: Table) -> list[int]:
+    return [local(p).data_ptr() for p in table.masters]
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from onepass._imported import is_dtensor
 from onepass._policy import products
-from onepass.optim.attempt import Attempt
 from onepass.optim.averages import Average, Factor, mix
 from onepass.optim.contract import Hyper
-from onepass.optim.flat_state import local
+from onepass.optim.flat_state import local, placed_like
 from onepass.optim.matrices import Matrices, check_matrices, joined, matrices_of
 from onepass.optim.newton_schulz import orthogonalized
 from onepass.optim.optimizer import number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
+from onepass.optim.step import Step
 from onepass.optim.updates import UpdateOptimizer, laid_as
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -176,15 +176,15 @@ class Muon(UpdateOptimizer, torch.optim.Muon):
 
     def _updates(
         self,
-        attempt: Attempt,
+        step: Step,
         params: Sequence[Tensor],
         groups: Sequence[dict],
         gradients: Sequence[Tensor],
     ) -> list[Tensor]:
         momenta = [local(self.state[param]["momentum_buffer"]) for param in params]
-        factor = self._factor()
+        factor = self._factor(step)
         updates = _updates(type(self).__name__, params, groups, momenta, gradients, factor)
-        attempt.averages = [
+        step.averages = [
             Average(momentum, momentum._version, gradient, 1.0 - group["momentum"], factor)
             for momentum, gradient, group in zip(momenta, gradients, groups, strict=True)
         ]
@@ -208,7 +208,8 @@ def _updates(
         momentum, gradient = momenta[number], gradients[number]
         dtype = torch.float64 if momentum.dtype is torch.float64 else torch.float32
         if is_dtensor(param):
-            whole = _gathered(param, mix(momentum, gradient, weight, factor, dtype))
+            part = mix(momentum, gradient, weight, factor, dtype)
+            whole = placed_like(param, part).full_tensor()
             momentum, gradient, weight = whole, whole, 0.0
         pairs = (matrices_of(tensor, group["matrices"]) for tensor in (momentum, gradient))
         for place, (part, of_gradient) in enumerate(zip(*pairs, strict=True)):
@@ -284,22 +285,6 @@ def _laid(param: Tensor, update: Tensor) -> Tensor:
             update, param.device_mesh, param.placements, src_data_rank=None
         )
     return laid_as(local(param), local(update))
-
-
-def _gathered(param: Tensor, part: Tensor) -> Tensor:
-    """A DTensor parameter's whole momentum, from this rank's part."""
-    return (
-        type(param)
-        .from_local(
-            part,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-        .full_tensor()
-    )
 
 
 def check_iteration(name: str, group: dict) -> None:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from onepass._ops import optimizer as _ops
-from onepass.optim.attempt import Attempt
 from onepass.optim.contract import ALGORITHMS, Hyper
-from onepass.optim.flat_state import Numbers, laid_like
+from onepass.optim.flat_state import laid_like
 from onepass.optim.matrices import Matrices
 from onepass.optim.muon import COEFFICIENTS, Muon, check_iteration, checked
 from onepass.optim.optimizer import FlatOptimizer, number_of
 from onepass.optim.options import OPTIONS_DOC, constructor
+from onepass.optim.step import Step
+from onepass.optim.updates import without_gradients
 
 ADAMW_EPS = 1e-8
 
@@ -78,7 +79,7 @@ class MuonWithAdamW(Muon):
     """
 
     _has_second_moment = True
-    _takes_codes = True
+    _state_dtypes = FlatOptimizer._state_dtypes
 
     __init__ = constructor(_MuonWithAdamW)
 
@@ -133,33 +134,31 @@ class MuonWithAdamW(Muon):
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def _call(
-        self, attempt: Attempt, numbers: Numbers, params: list[Tensor], gradients: list[Tensor]
-    ) -> bool:
-        groups = self._groups_of(numbers)
-        hyper, options = self._settings(gradients[0].device)
+    def _call(self, step: Step) -> bool:
+        groups = self._groups_of(step)
+        hyper, options = FlatOptimizer._arguments(self, step)
         calls: list[tuple] = []
         for use_muon in (True, False):
             which = [i for i, group in enumerate(groups) if group["use_muon"] is use_muon]
             if not which:
                 continue
-            own = [params[i] for i in which]
-            given = [gradients[i] for i in which]
+            own = [step.local_params[i] for i in which]
+            given = [step.local_gradients[i] for i in which]
             # Both steps are made or neither: the first one finds out whether all states stayed.
-            own_numbers = tuple([numbers[i] for i in which])
-            table = self._step_table(attempt, own_numbers, own, own_numbers if calls else numbers)
+            numbers = tuple([step.numbers[i] for i in which])
+            table = step.table(numbers, own, numbers if calls else step.numbers)
             if table is None:
                 return False
             if use_muon:
-                of_all = [attempt.params[i] for i in which]
-                updates = self._updates_of(attempt, of_all, [groups[i] for i in which], given)
-                call = (ALGORITHMS["SGD"], table, updates, self._options_of_updates(options))
+                of_all = [step.params[i] for i in which]
+                updates = self._updates_of(step, of_all, [groups[i] for i in which], given)
+                call = (ALGORITHMS["SGD"], table, updates, without_gradients(options))
             else:
                 # For the same reason no table may turn out stale after the other step.
                 laid = [laid_like(p, g) for p, g in zip(own, given, strict=True)]
                 if self.zero_grads:
                     copied = [g for g, copy in zip(given, laid, strict=True) if copy is not g]
-                    attempt.zeroed = [*attempt.zeroed, *copied]
+                    step.zeroed = [*step.zeroed, *copied]
                 call = (ALGORITHMS["Adam"], table, laid, options)
             calls.append(call)
-        return _ops.optimizer_steps(attempt.ran, calls, hyper)
+        return _ops.optimizer_steps(step.ran, calls, hyper)

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
-from onepass import _C
 from onepass._imported import is_fake
 from onepass._ops import optimizer as _ops
-from onepass.optim import masters
-from onepass.optim.atomic import settled
-from onepass.optim.attempt import Attempt
-from onepass.optim.checkpoints import CheckpointOptimizer
-from onepass.optim.checks import refuse_freed, refuse_shared_memory, refuse_sparse
-from onepass.optim.contract import StepTable
-from onepass.optim.distributed import agreed, local_norm, parts_like, total_norm
-from onepass.optim.ema import AveragingOptimizer
-from onepass.optim.flat_state import (
-    EMA_STEPS,
-    Numbers,
-    are_same,
-    is_dense,
-    laid_like,
-    layouts_of,
-    local,
-)
-from onepass.optim.options import told
+from onepass.optim import checkpoints, ema, masters
+from onepass.optim.atomic import all_or_nothing, settled
+from onepass.optim.contract import Hyper, Settings
+from onepass.optim.distributed import agreed, local_norm, total_norm
+from onepass.optim.options import Options, told
 from onepass.optim.scaling import StepUnscales
-from onepass.optim.tables import TableOptimizer
+from onepass.optim.states import StateOptimizer
+from onepass.optim.step import Step
+
+LR = Hyper._fields.index("lr")
 
 
-class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
+class FlatOptimizer(StateOptimizer):
     """Base of the optimizers: `onepass.optim.AdamW` documents their common options."""
 
     _step_supports_amp_scaling = StepUnscales()
-    _accumulation: FusedAccumulate | None = None  # takes the gradients, if set
 
     def __repr__(self) -> str:
         """torch's, with the options that are set beside those of its groups."""
         lines = [f"    {line}\n" for line in told(self)]
         options = f"Options\n{''.join(lines)}" if lines else ""
         return f"{super().__repr__().removesuffix(')')}{options})"
+
+    # ---- a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -67,160 +58,54 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
 
     @torch._disable_dynamo
     def _step(self) -> None:
-        attempt = Attempt(self)
-        settled(lambda: self._make_step(attempt), attempt.settle)
-
-    def _make_step(self, attempt: Attempt) -> None:
+        name = type(self).__name__
         if self._is_swapped:
-            raise RuntimeError(
-                f"{type(self).__name__}: step must not be called inside swap_ema, got a call"
-            )
+            raise RuntimeError(f"{name}: step must not be called inside swap_ema, got a call")
         if self._accumulation is not None:
-            self._refuse_scaler()
-        lists = [group["params"] for group in self.param_groups]
-        table = self._table
-        is_known = table is not None and _C.hold_same(lists, table.grouped)
-        if not is_known:
-            for params in lists:
-                if isinstance(params, Iterator):
-                    raise TypeError(
-                        f"{type(self).__name__}: params must be a list, got {type(params).__name__}"
+            # A scaler divides `.grad` and looks for infinities there, not in the sums.
+            for key in ("grad_scale", "found_inf"):
+                if getattr(self, key, None) is not None:
+                    raise RuntimeError(
+                        f"{name}: step must not be that of a GradScaler with fused_accumulate, got "
+                        f"{key}: a scaler does not find the sums"
                     )
-        all_params = table.params if is_known else [p for params in lists for p in params]
-        numbers, params, gradients = self._gradients(attempt, all_params)
-        if self.ema_decay is not None and not self._is_partial():
-            attempt.counted = [
-                (group, EMA_STEPS, group.get(EMA_STEPS, 0) + 1) for group in self.param_groups
-            ]
-        if not gradients:
-            clips = self.max_grad_norm is not None
-            self.grad_norm = torch.zeros((), dtype=torch.float32, device="cpu") if clips else None
-            attempt.ran.append(True)
-            return
-        are_sharded = table.are_sharded if is_known else any(local(p) is not p for p in all_params)
-        given, local_params, local_gradients = gradients, params, gradients
-        if are_sharded:
-            gradients, local_params, local_gradients = parts_like(
-                type(self).__name__, params, given
-            )
-        if not self._measure_norm(params, gradients, are_sharded):
-            if self.zero_grads:
-                attempt.zeroed = [local(g) for g in given]
-            attempt.counted = ()
-            attempt.ran.append(True)
-            return
-        if not is_known or not self._is_current(table, numbers, gradients[0].device):
-            table = self._table = self._make_table(attempt, all_params, numbers, gradients)
-        if table.masters:
-            masters.reseed_changed(table)
-        if are_sharded and not are_same(local_params, table.local_params):
-            table.step_tables.clear()
-            table.local_params = local_params
-        if numbers not in table.step_tables:  # a new table has the present parameters
-            if [table.layouts[i] for i in numbers] != layouts_of(params):
-                table = self._table = self._make_table(attempt, all_params, numbers, gradients)
-            masters.reseed_moved(table)
-        attempt.params = params
-        if are_sharded and self.zero_grads:
-            pairs = zip(given, gradients, strict=True)
-            attempt.zeroed = [local(g) for g, placed in pairs if g is not placed]
-        try:
-            try:
-                is_made = self._call(attempt, numbers, local_params, local_gradients)
-            except RuntimeError:
-                if self._table.states_stayed():
-                    raise
-                is_made = False
-            if not is_made:
-                self._call_anew(
-                    attempt, all_params, numbers, gradients, local_params, local_gradients
-                )
-        except RuntimeError:
-            self._refuse(local_params, local_gradients)  # with a message that names the parameter
-            raise
+        step = Step(self)
+        settled(step.make, step.settle)
 
-    def _gradients(
-        self, attempt: Attempt, params: list[Tensor]
-    ) -> tuple[Numbers, list[Tensor], list[Tensor]]:
-        """(numbers, parameters, gradients) of those to be stepped."""
-        taken = attempt.accumulation = self._accumulation
-        if taken is not None and taken.is_in_hook():
-            number, gradient = taken.only(params)
-            return (number,), [params[number]], [gradient]
-        gradients, missing = _C.attributes(params, "grad")
-        if taken is not None:
-            gradients = taken.gradients(params, gradients)
-            missing = any(gradient is None for gradient in gradients)
-        if not missing:
-            return range(len(params)), params, gradients
-        numbers = tuple([i for i, g in enumerate(gradients) if g is not None])
-        return numbers, [params[i] for i in numbers], [gradients[i] for i in numbers]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients as torch does, and sums of `fused_accumulate` too."""
-        super().zero_grad(set_to_none)
-        if self._accumulation is not None:
-            self._accumulation.clear()
-
-    def __getstate__(self) -> dict:
-        if self._accumulation is not None:
-            self._accumulation.refuse_copies()
-        return super().__getstate__()
-
-    def _is_partial(self) -> bool:
-        """Whether this is the step of one parameter within backward."""
-        return self._accumulation is not None and self._accumulation.is_in_hook()
-
-    def _measure_norm(
-        self, params: list[Tensor], gradients: list[Tensor], are_sharded: bool
-    ) -> bool:
+    def _measure_norm(self, step: Step) -> bool:
         """Sets grad_norm if it is needed. False: the step must not be made."""
-        self._norm = None
-        self._grad_scale = grad_scale = getattr(self, "grad_scale", None)
-        self._found_inf = getattr(self, "found_inf", None)
-        if are_sharded and self._found_inf is not None:
-            self._found_inf = agreed(self._found_inf, params)
+        step.grad_scale = getattr(self, "grad_scale", None)
+        step.found_inf = getattr(self, "found_inf", None)
+        if step.are_sharded and step.found_inf is not None:
+            step.found_inf = agreed(step.found_inf, step.params)
         if self.max_grad_norm is not None:
-            measure = total_norm if are_sharded else local_norm
-            self._norm = measure(type(self).__name__, gradients)
-            norm = self._norm if grad_scale is None else self._norm / grad_scale
+            measure = total_norm if step.are_sharded else local_norm
+            step.norm = measure(type(self).__name__, step.gradients)
+            norm = step.norm if step.grad_scale is None else step.norm / step.grad_scale
             self.grad_norm = norm.float()
-        if gradients[0].device.type != "cpu":
+        if step.gradients[0].device.type != "cpu":
             return True  # the kernel decides: the host does not wait for it
-        if self._found_inf is not None and float(self._found_inf) != 0.0:
+        if step.found_inf is not None and float(step.found_inf) != 0.0:
             return False
         # Parameters without values (fake, "meta") are refused when the table is made.
-        return self._norm is None or is_fake(norm) or bool(norm.isfinite())
+        return step.norm is None or is_fake(norm) or bool(norm.isfinite())
 
-    def _call(
-        self, attempt: Attempt, numbers: Numbers, params: list[Tensor], gradients: list[Tensor]
-    ) -> bool:
-        """A step of the parameters with these numbers; `params` are this rank's parts.
-
-        False: the table is stale, and no step was made.
-        """
-        table = self._step_table(attempt, numbers, params)
+    def _call(self, step: Step) -> bool:
+        """Runs the operator. False: the table is stale, and no step was made."""
+        table = step.table(step.numbers, step.local_params)
         if table is None:
             return False
-        hyper, options = self._settings(gradients[0].device)
-        return _ops.optimizer_step(attempt.ran, self._algorithm, table, gradients, hyper, **options)
+        operands = self._operands(step)
+        hyper, options = self._arguments(step)
+        return _ops.optimizer_step(step.ran, self._algorithm, table, operands, hyper, **options)
 
-    def _step_table(
-        self,
-        attempt: Attempt,
-        numbers: Numbers,
-        params: list[Tensor],
-        watched: Numbers | None = None,
-    ) -> StepTable | None:
-        """The operator's arguments for these of the parameters; None if one has gaps."""
-        table = self._table
-        if attempt.copied:
-            return StepTable(params, table.buffers, table.layout[list(numbers)])
-        return table.step_table(numbers, params, numbers if watched is None else watched)
+    def _operands(self, step: Step) -> list[Tensor]:
+        """The gradients for the operator."""
+        return step.local_gradients
 
-    def _settings(self, device: torch.device) -> tuple[Tensor, dict]:
+    def _arguments(self, step: Step) -> tuple[Tensor, dict]:
         """The operator's settings of all groups, and its options."""
-        hyper, device_hyper = self._hyper_tables(device)
+        settings = self._current_settings(step.local_gradients[0].device)
         # Only values that differ from the defaults: every keyword costs dispatch time.
         options = {}
         if self._needs_noise():
@@ -229,69 +114,36 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             options["stochastic_moments"] = self._rounds_moments()
         if self.zero_grads:
             options["zero_gradients"] = True
-        if self._norm is not None:
-            options.update(max_norm=self.max_grad_norm, norm=self._norm)
-        if self._grad_scale is not None:
-            options["grad_scale"] = self._grad_scale
-        if self._found_inf is not None:
-            options["found_inf"] = self._found_inf
-        if device_hyper is not None:
-            options["device_hyper"] = device_hyper
-        return hyper, options
+        if step.norm is not None:
+            options.update(max_norm=self.max_grad_norm, norm=step.norm)
+        if step.grad_scale is not None:
+            options["grad_scale"] = step.grad_scale
+        if step.found_inf is not None:
+            options["found_inf"] = step.found_inf
+        if settings.device is not None:
+            options["device_hyper"] = settings.device
+        return settings.host, options
 
-    def _refuse_scaler(self) -> None:
-        """Refuses a scaler: it divides ``.grad`` and looks for infinities there, not in the
-        sums."""
-        for name in ("grad_scale", "found_inf"):
-            if getattr(self, name, None) is not None:
-                raise RuntimeError(
-                    f"{type(self).__name__}: step must not be that of a GradScaler with "
-                    f"fused_accumulate, got {name}: a scaler does not find the sums"
-                )
+    def _current_settings(self, device: torch.device) -> Settings:
+        """The settings of this step."""
+        settings, groups = self._settings, self.param_groups
+        rows = tuple([self._hyper(group) for group in groups])
+        if self.ema_decay is not None:
+            pairs = zip(rows, groups, strict=True)
+            rows = tuple([row._replace(ema_decay=ema.decay(self, group)) for row, group in pairs])
+        settings.write(rows, device)
+        if settings.device is not None and not self._lr_is_in_updates:
+            for number, group in enumerate(groups):
+                if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
+                    # Without a copy to the host.
+                    settings.device[number, LR].copy_(group["lr"].squeeze())
+        return settings
 
-    def _refuse(self, params: list[Tensor], gradients: list[Tensor]) -> None:
-        """Raises for tensors that a step cannot use."""
-        name = type(self).__name__
-        refuse_sparse(name, gradients)
-        refuse_freed(name, "gradients", gradients)
-        refuse_freed(name, "params", params)
-        if self.zero_grads:
-            refuse_shared_memory(name, "gradients set to zeros", gradients)
-        refuse_shared_memory(name, "params", params)
-
-    def _call_anew(
-        self,
-        attempt: Attempt,
-        all_params: list[Tensor],
-        numbers: Numbers,
-        gradients: list[Tensor],
-        local_params: list[Tensor],
-        local_gradients: list[Tensor],
-    ) -> None:
-        """Makes the step with a new table.
-
-        Parameters that changed their shape, dtype or memory need a new table, and states in their
-        memory order; so do states that changed their memory. For parameters or gradients in another
-        order, or with gaps, it works on copies.
-        """
-        table = self._table
-        self._refuse(local_params, local_gradients)
-        if table.layouts != layouts_of(all_params) or not table.states_stayed():
-            table = self._table = self._make_table(attempt, all_params, numbers, gradients)
-        else:
-            masters.reseed_moved(table)
-        params = [p if is_dense(p) else p.contiguous() for p in local_params]
-        laid = [laid_like(p, g) for p, g in zip(params, local_gradients, strict=True)]
-        pairs = zip(local_params, params, strict=True)
-        attempt.copied = [(param, copy) for param, copy in pairs if copy is not param]
-        if self.zero_grads:
-            pairs = zip(local_gradients, laid, strict=True)
-            copied = [gradient for gradient, copy in pairs if copy is not gradient]
-            attempt.zeroed = [*attempt.zeroed, *copied]
-        if not self._call(attempt, numbers, params, laid):
-            raise RuntimeError(
-                f"{type(self).__name__}: params must stay where they are during a step, got others"
-            )
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients as torch does, and sums of `fused_accumulate` too."""
+        super().zero_grad(set_to_none)
+        if self._accumulation is not None:
+            self._accumulation.clear()
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
@@ -304,21 +156,130 @@ class FlatOptimizer(TableOptimizer, CheckpointOptimizer, AveragingOptimizer):
             if isinstance(entry, dict) and ("master" in entry or "remainder" in entry):
                 masters.reseed(param, entry)
 
+    # ---- checkpoints and copies ------------------------------------------------------------------
 
-class FusedAccumulate(Protocol):
-    """See `onepass.optim.accumulate`."""
+    @torch._disable_dynamo
+    def state_dict(self) -> dict:
+        """Returns torch's state, with its keys and ``master`` for 16-bit parameters that have one.
 
-    decays: dict[int, tuple]
+        The keys do not depend on sharding, and so not on the number of processes of
+        torch.distributed.checkpoint. States kept in another form are shown in float32: moments in
+        8 bits, and remainders as their exact masters. That takes 4 bytes per
+        element for as long as the dict is kept.
+        """
+        return checkpoints.shown(self, super().state_dict())
 
-    def gradients(
-        self, params: list[Tensor], gradients: list[Tensor | None]
-    ) -> list[Tensor | None]: ...
-    def only(self, params: list[Tensor]) -> tuple[int, Tensor]: ...
-    def to_come(self, params: list[Tensor]) -> Numbers: ...
-    def is_in_hook(self) -> bool: ...
-    def end_round(self) -> None: ...
-    def refuse_copies(self) -> None: ...
-    def clear(self) -> None: ...
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads as torch does, from torch's optimizer or this one, with other rules for dtypes.
+
+        States keep float32 where they have it, also those of 16-bit parameters, unless state_dtype
+        names another; masters stay exact, are converted to the form this optimizer keeps, or made
+        from the parameters where there are none; remainders, which checkpoints had before, are
+        loaded too. States are placed like their parameters: DTensors are redistributed, and of a
+        whole tensor every rank takes its part. Group settings that the checkpoint lacks are
+        taken from the constructor.
+
+        Raises:
+            ValueError: other parameter groups, a state of another shape, numbers out of range.
+            TypeError: settings that are no numbers, states that are no tensors.
+            KeyError: states without the number of steps, where that matters, or without a moment
+                after the first step.
+            Nothing has changed then, and nothing if a hook raises.
+        """
+        checkpoints.load(self, super().load_state_dict, state_dict)
+
+    def __getstate__(self) -> dict:
+        if self._accumulation is not None:
+            self._accumulation.refuse_copies()
+        if self._is_swapped:
+            raise RuntimeError(
+                f"{type(self).__name__}: copy and pickle must not be called inside swap_ema, got a "
+                "call: the parameters are averages there"
+            )
+        options = {key: self.__dict__[key] for key in Options._fields}
+        return {**super().__getstate__(), **options}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict) -> None:
+        put = super().__setstate__
+        all_or_nothing(self, lambda: put(checkpoints.adopted(self, state)))
+
+    # ---- averages --------------------------------------------------------------------------------
+
+    def swap_ema(self) -> AbstractContextManager[None]:
+        """Puts the averages, rounded, in place of the parameters, within a ``with``.
+
+        For evaluating and saving a model. Afterwards the parameters have their old values, whatever
+        was written to them inside. Inside, the optimizer's ``state_dict`` is the same as outside,
+        and its steps, copies and pickles are refused. Parameters without an average, which no step
+        has changed yet, stay unchanged; so do buffers, such as a batch norm's. Holds a copy of the
+        parameters.
+
+        Raises:
+            RuntimeError: no ema_decay, or a ``with`` of this kind inside another.
+
+        Examples:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = onepass.optim.AdamW(model.parameters(), lr=0.1, ema_decay=0.9)
+            >>> for _ in range(2):
+            ...     model(torch.ones(8, 2)).sum().backward()
+            ...     optimizer.step()
+            >>> last = model.weight.detach().clone()
+            >>> with optimizer.swap_ema():
+            ...     torch.equal(model.weight, optimizer.state[model.weight]["ema"])
+            True
+            >>> torch.equal(model.weight, last)
+            True
+        """
+        return ema.swapped(self)
+
+    def ema_to(self, averaged: AveragedModel, model: torch.nn.Module) -> None:
+        """Writes the averages into a `torch.optim.swa_utils.AveragedModel`.
+
+        Parameters without an average, and buffers unless `averaged` averages those itself, are
+        copied from the model.
+
+        Args:
+            averaged: made from `model`, or from one with the same parameters in the same order.
+            model: whose parameters this optimizer steps, or some of them.
+
+        Raises:
+            RuntimeError: no ema_decay.
+            ValueError: other parameters.
+
+        Examples:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = onepass.optim.AdamW(model.parameters(), ema_decay=0.9)
+            >>> model(torch.ones(8, 2)).sum().backward()
+            >>> optimizer.step()
+            >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+            >>> optimizer.ema_to(averaged, model)
+            >>> torch.equal(averaged.module.weight, model.weight), int(averaged.n_averaged)
+            (True, 1)
+        """
+        ema.copy_to(self, averaged, model)
+
+    def ema_from(self, averaged: AveragedModel, model: torch.nn.Module) -> None:
+        """Continues the averages of a `torch.optim.swa_utils.AveragedModel`.
+
+        Args:
+            averaged, model: as of ``ema_to``. Only parameters count.
+
+        Raises:
+            RuntimeError: no ema_decay.
+            ValueError: other parameters; nothing has changed.
+
+        Examples:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+            >>> averaged.update_parameters(model)
+            >>> optimizer = onepass.optim.AdamW(model.parameters(), ema_decay=0.9)
+            >>> optimizer.ema_from(averaged, model)
+            >>> optimizer.param_groups[0]["ema_steps"]
+            1
+        """
+        ema.copy_from(self, averaged, model)
 
 
 def number_of(setting: float | Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -12,21 +13,33 @@ from torch import Tensor
 from onepass._dispatch_log import say
 from onepass.optim import codes, masters
 from onepass.optim.atomic import settled
-from onepass.optim.checks import check_shape
-from onepass.optim.contract import Hyper
-from onepass.optim.distributed import broadcast_int
-from onepass.optim.flat_state import EMA, EMA_STEPS, SCALE, Places, Request, Table, is_signed, local
+from onepass.optim.checks import check_dtype, check_shape
+from onepass.optim.contract import Hyper, Settings
+from onepass.optim.distributed import broadcast_int, state_like
+from onepass.optim.flat_state import (
+    EMA,
+    EMA_STEPS,
+    SCALE,
+    Places,
+    Request,
+    Table,
+    is_signed,
+    local,
+    strides_of,
+)
 from onepass.optim.options import DEFAULT_STATE_DTYPES, Options
+from onepass.optim.settings import check_settings
 
 
 class StateOptimizer(torch.optim.Optimizer):
-    """The states that a subclass has, the options, and the states in flat buffers."""
+    """The description of an optimizer: its options, and its states and settings by group."""
 
     _algorithm: int  # of onepass.optim.contract.ALGORITHMS
     _is_linear = False  # in parameters and gradients, so that parts of a sum can be stepped
     _counts_steps = False  # steps depend on their number, so a checkpoint must have it
     _lr_is_in_updates = False  # and so no setting of the operator
     _has_second_moment = False  # which has no sign, and is rounded stochastically
+    _state_dtypes: tuple = (None, torch.float32, torch.bfloat16, "int8")  # of the moments
 
     master: str | None
     state_dtype: torch.dtype | str | None
@@ -35,6 +48,8 @@ class StateOptimizer(torch.optim.Optimizer):
     ema_decay: float | Callable[[int], float] | None
     ema_dtype: str | None
 
+    _accumulation: object | None = None  # a FusedAccumulate, which takes the gradients
+    _led: weakref.ref | None = None  # the optimizer that this one was fused from
     _is_swapped = False  # within swap_ema
     _kept: Mapping[Tensor, Tensor] = MappingProxyType({})  # parts of parameters, as outside of it
 
@@ -94,6 +109,11 @@ class StateOptimizer(torch.optim.Optimizer):
                 f"{name}: differentiable must be False, got True: like torch's, this kernel's "
                 "`fused` does not support `differentiable`"
             )
+        if self.state_dtype not in self._state_dtypes:
+            *most, last = map(str, self._state_dtypes)
+            raise ValueError(
+                f"{name}: state_dtype must be {', '.join(most)} or {last}, got {self.state_dtype!r}"
+            )
         for key in ("foreach", "fused"):
             if settings.get(key):
                 say(f"{name}: {key}=True chooses between torch's implementations, not between ours")
@@ -104,12 +124,8 @@ class StateOptimizer(torch.optim.Optimizer):
         self._places = Places()
         self._table: Table | None = None
         self._hidden_steps: dict[Tensor, Tensor] = {}
-        # (settings of all groups, the same as a tensor, and on the device if that is not the CPU)
-        self._hyper_tables_held: tuple = None, None, None
+        self._settings = Settings()
         self.grad_norm = None
-        self._norm: Tensor | None = None  # as measured, of scaled gradients
-        self._grad_scale: Tensor | None = None
-        self._found_inf: Tensor | None = None
 
     def _complete_groups(self) -> None:
         """Puts the count of averages, and the key of the noise of stochastic rounding, into the
@@ -198,6 +214,10 @@ class StateOptimizer(torch.optim.Optimizer):
                 f"{param.dtype}"
             )
 
+    def _check_settings(self, groups: list[dict]) -> None:
+        """Raises for loaded settings that a step cannot use."""
+        check_settings(type(self).__name__, groups)
+
     # ---- states ----------------------------------------------------------------------------------
 
     def _moment_dtype(self, param: Tensor, group: dict) -> torch.dtype | str:
@@ -235,47 +255,94 @@ class StateOptimizer(torch.optim.Optimizer):
         narrow = param.dtype.itemsize == 2 and self.ema_dtype != "param"
         return torch.float32 if narrow else param.dtype
 
-    def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
-        """Makes missing states of these parameters, in as few buffers as possible."""
-        requests: list[Request] = []
-        fresh: set[Tensor] = set()  # without a step of momentum
-        to_encode: list[tuple[dict, str, Tensor]] = []  # put there from outside in another dtype
-        for param, group in zip(params, groups, strict=True):
-            expected = self._expected(param, group)
-            entry = self.state[param] if expected else self.state.get(param, {})
-            if param.dtype.itemsize != 2:  # it may have had 16 bits before
-                entry.pop("master", None)
-                entry.pop("remainder", None)
-            has_momentum = entry.get("momentum_buffer") is not None
-            for key, dtype in expected.items():
-                value = entry.get(key)
-                if dtype is torch.uint8 and value is not None and entry.get(key + SCALE) is None:
-                    check_shape(type(self).__name__, param, key, value)
-                    to_encode.append((entry, key, entry.pop(key)))
-            missing = [key for key in expected if entry.get(key) is None]
-            requests += [Request(param, key, expected[key]) for key in missing]
-            if not self._shows_step(param, group) and (
-                param not in self._hidden_steps
-                or ("momentum_buffer" in expected and not has_momentum)
-            ):
+    def _kinds(self) -> list[tuple[str, ...]]:
+        """The states of each group per element, without masters."""
+        averages = () if self.ema_decay is None else (EMA,)
+        return [(*self._moment_keys(group), *averages) for group in self.param_groups]
+
+
+def complete(optimizer: StateOptimizer, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
+    """Makes missing states of these parameters, in as few buffers as possible."""
+    requests: list[Request] = []
+    fresh: set[Tensor] = set()  # without a step of momentum
+    hiding: set[Tensor] = set()  # their steps
+    to_encode: list[tuple[dict, str, Tensor]] = []  # put there from outside in another dtype
+    for param, group in zip(params, groups, strict=True):
+        expected = optimizer._expected(param, group)
+        entry = optimizer.state[param] if expected else optimizer.state.get(param, {})
+        if param.dtype.itemsize != 2:  # it may have had 16 bits before
+            entry.pop("master", None)
+            entry.pop("remainder", None)
+        has_momentum = entry.get("momentum_buffer") is not None
+        for key, dtype in expected.items():
+            value = entry.get(key)
+            if dtype is torch.uint8 and value is not None and entry.get(key + SCALE) is None:
+                check_shape(type(optimizer).__name__, param, key, value)
+                to_encode.append((entry, key, entry.pop(key)))
+        missing = [key for key in expected if entry.get(key) is None]
+        requests += [Request(param, key, expected[key]) for key in missing]
+        if not has_momentum:
+            fresh.add(param)
+        if "step" not in expected:
+            hiding.add(param)
+            begins = "momentum_buffer" in expected and not has_momentum
+            if begins or param not in optimizer._hidden_steps:
                 requests.append(Request(param, "step", torch.float32))
-            if not has_momentum:
-                fresh.add(param)
-        made = self._places.make(requests)
-        group_of = dict(zip(params, groups, strict=True))
-        for request, tensor in zip(requests, made, strict=True):
-            if request.key == "step":
-                if request.param not in fresh:
-                    tensor.fill_(1.0)  # a loaded buffer: its first step has been made
-                if not self._shows_step(request.param, group_of[request.param]):
-                    self._hidden_steps[request.param] = tensor
-                    continue
-            self.state[request.param][request.key] = tensor
-            if request.key == "master":
-                masters.begin(request.param, self.state[request.param])
-        for request in requests:
-            if request.key == EMA:  # averages begin with the parameter
-                entry = self.state[request.param]
-                local(entry[EMA]).copy_(masters.value(request.param, entry))
-        for entry, key, value in to_encode:
-            codes.encode(local(value), local(entry[key]), entry[key + SCALE], is_signed(key))
+    made = optimizer._places.make(requests)
+    for request, tensor in zip(requests, made, strict=True):
+        if request.key == "step":
+            if request.param not in fresh:
+                tensor.fill_(1.0)  # a loaded buffer: its first step has been made
+            if request.param in hiding:
+                optimizer._hidden_steps[request.param] = tensor
+                continue
+        optimizer.state[request.param][request.key] = tensor
+        if request.key == "master":
+            masters.begin(request.param, optimizer.state[request.param])
+    for request in requests:
+        if request.key == EMA:  # averages begin with the parameter
+            entry = optimizer.state[request.param]
+            local(entry[EMA]).copy_(masters.value(request.param, entry))
+    for entry, key, value in to_encode:
+        codes.encode(local(value), local(entry[key]), entry[key + SCALE], is_signed(key))
+    for param in params:
+        _complete_shapes(optimizer, param)
+
+
+def _complete_shapes(optimizer: StateOptimizer, param: Tensor) -> None:
+    """Makes missing states that the operator does not know, in the dtype of the arithmetic."""
+    name, dtype = type(optimizer).__name__, torch.promote_types(torch.float32, param.dtype)
+    for key, shape in optimizer._shapes(param).items():
+        entry = optimizer.state[param]
+        value = entry.get(key)
+        if value is None:
+            entry[key] = torch.zeros(shape, dtype=dtype, device=param.device)
+        elif value.shape != torch.Size(shape):
+            raise RuntimeError(
+                f"{name}: {key} of a parameter must have shape {shape}, got {tuple(value.shape)}"
+            )
+        elif not value.is_floating_point():
+            raise RuntimeError(
+                f"{name}: {key} of a parameter must have a floating-point dtype, got {value.dtype}"
+            )
+        elif value.dtype is not dtype:
+            entry[key] = value.to(dtype)
+
+
+def check_entry(
+    optimizer: StateOptimizer, number: int, param: Tensor, entry: dict, keys: Sequence[str]
+) -> None:
+    """Checks that every state has its parameter's memory order: a replaced one may not."""
+    name, here = type(optimizer).__name__, local(param)
+    for key in (*keys, "master", "remainder"):
+        value = entry.get(key)
+        if value is None:
+            continue
+        value = entry[key] = state_like(param, value)
+        tensor = local(value)
+        check_shape(name, param, key, value, number)
+        check_dtype(name, number, param, key, tensor.dtype, key + SCALE in entry)
+        if tensor.stride() != strides_of(here) and tensor.numel() > 1:
+            (made,) = optimizer._places.make([Request(param, key, tensor.dtype)])
+            local(made).copy_(tensor)
+            entry[key] = made

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from onepass._imported import is_dtensor
-from onepass._ops import optimizer as _ops
 from onepass.optim import masters
-from onepass.optim.attempt import Attempt
 from onepass.optim.averages import Factor
 from onepass.optim.checks import refuse_freed
 from onepass.optim.contract import ALGORITHMS
-from onepass.optim.flat_state import Numbers, local, strides_of
+from onepass.optim.flat_state import local, strides_of
 from onepass.optim.optimizer import FlatOptimizer
 from onepass.optim.scaling import StepUnscales
+from onepass.optim.step import Step
 
 
 class UpdateOptimizer(FlatOptimizer):
@@ -32,31 +31,22 @@ class UpdateOptimizer(FlatOptimizer):
     _algorithm = ALGORITHMS["SGD"]
     # torch.amp.GradScaler unscales before the step, and skips it if there are infinities.
     _step_supports_amp_scaling = StepUnscales(divides=False)
-    _takes_codes = False  # moments in 8 bits
+    _state_dtypes = (None, torch.float32, torch.bfloat16)
 
-    def _accept(self, options, settings: dict) -> None:
-        super()._accept(options, settings)
-        if self.state_dtype == "int8" and not self._takes_codes:
-            raise ValueError(
-                f"{type(self).__name__}: state_dtype must be None, torch.float32 or "
-                "torch.bfloat16, got 'int8'"
-            )
-
-    def _measure_norm(self, params, gradients, are_sharded: bool) -> bool:
-        makes = super()._measure_norm(params, gradients, are_sharded)
-        if makes and self._norm is not None and self._norm.device.type != "cpu":
-            return bool(self._norm.isfinite())  # no kernel could decide it for these states
+    def _measure_norm(self, step: Step) -> bool:
+        makes = super()._measure_norm(step)
+        if makes and step.norm is not None and step.norm.device.type != "cpu":
+            return bool(step.norm.isfinite())  # no kernel could decide it for these states
         return makes
 
     def _updates(
         self,
-        attempt: Attempt,
+        step: Step,
         params: Sequence[Tensor],
         groups: Sequence[dict],
         gradients: Sequence[Tensor],
     ) -> list[Tensor]:
-        """The updates, in the parameters' memory order; further changes are recorded in the
-        attempt.
+        """The updates, in the parameters' memory order; further changes are recorded in the step.
 
         Args:
             params: DTensors if they are sharded.
@@ -64,21 +54,14 @@ class UpdateOptimizer(FlatOptimizer):
         """
         raise NotImplementedError
 
-    def _call(
-        self, attempt: Attempt, numbers: Numbers, params: list[Tensor], gradients: list[Tensor]
-    ) -> bool:
-        table = self._step_table(attempt, numbers, params)
-        if table is None:
-            return False
-        groups = self._groups_of(numbers)
-        updates = self._updates_of(attempt, attempt.params, groups, gradients)
-        hyper, options = self._settings(gradients[0].device)
-        options = self._options_of_updates(options)
-        return _ops.optimizer_step(attempt.ran, self._algorithm, table, updates, hyper, **options)
+    def _operands(self, step: Step) -> list[Tensor]:
+        """The updates, in place of the gradients."""
+        groups = self._groups_of(step)
+        return self._updates_of(step, step.params, groups, step.local_gradients)
 
     def _updates_of(
         self,
-        attempt: Attempt,
+        step: Step,
         params: Sequence[Tensor],
         groups: Sequence[dict],
         gradients: Sequence[Tensor],
@@ -86,20 +69,19 @@ class UpdateOptimizer(FlatOptimizer):
         """`_updates`, and then gradients set to zeros if that is requested."""
         self._refuse_unlike(params, gradients)
         with _without_autocast(gradients[0].device.type):
-            updates = self._updates(attempt, params, groups, gradients)
+            updates = self._updates(step, params, groups, gradients)
         if self.zero_grads:
-            attempt.zeroed = [*attempt.zeroed, *gradients]
+            step.zeroed = [*step.zeroed, *gradients]
         return updates
 
-    def _groups_of(self, numbers: Numbers) -> list[dict]:
+    def _groups_of(self, step: Step) -> list[dict]:
         groups = [group for group in self.param_groups for _ in group["params"]]
-        return [groups[i] for i in numbers]
+        return [groups[i] for i in step.numbers]
 
-    @staticmethod
-    def _options_of_updates(options: dict) -> dict:
-        """The options without those about gradients."""
-        theirs = ("max_norm", "norm", "zero_gradients")
-        return {key: value for key, value in options.items() if key not in theirs}
+    def _arguments(self, step: Step) -> tuple[Tensor, dict]:
+        """The operator's settings, and its options without those about gradients."""
+        hyper, options = super()._arguments(step)
+        return hyper, without_gradients(options)
 
     def _refuse_unlike(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         name = type(self).__name__
@@ -112,14 +94,20 @@ class UpdateOptimizer(FlatOptimizer):
         refuse_freed(name, "gradients", gradients)
         refuse_freed(name, "params", params)
 
-    def _factor(self) -> Factor:
+    def _factor(self, step: Step) -> Factor:
         """The factor that clips gradients; None: they are within the limit."""
-        if self._norm is None:
+        if step.norm is None:
             return None
-        factor = (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0)
+        factor = (self.max_grad_norm / (step.norm + 1e-6)).clamp(max=1.0)
         if factor.device.type != "cpu":
             return factor
         return None if factor == 1.0 else float(factor)
+
+
+def without_gradients(options: dict) -> dict:
+    """The operator's options without those about gradients."""
+    theirs = ("max_norm", "norm", "zero_gradients")
+    return {key: value for key, value in options.items() if key not in theirs}
 
 
 def _without_autocast(device: str) -> AbstractContextManager:
@@ -152,6 +140,7 @@ class FormulaOptimizer(UpdateOptimizer):
     """
 
     _counts_steps = True
+    _state_dtypes = (None, torch.float32)
 
     def _shapes(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         """The states of a parameter, and their shapes."""
@@ -165,14 +154,6 @@ class FormulaOptimizer(UpdateOptimizer):
     def _moment_keys(self, group: dict) -> tuple[str, ...]:
         return ()  # of the operator
 
-    def _accept(self, options, settings: dict) -> None:
-        super()._accept(options, settings)
-        if self.state_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"{type(self).__name__}: state_dtype must be None or torch.float32, got "
-                f"{self.state_dtype!r}"
-            )
-
     def _check_param(self, param: Tensor, group: dict) -> None:
         super()._check_param(param, group)
         name = type(self).__name__
@@ -182,29 +163,8 @@ class FormulaOptimizer(UpdateOptimizer):
                 "parameter"
             )
 
-    def _complete_states(self, params: Sequence[Tensor], groups: Sequence[dict]) -> None:
-        super()._complete_states(params, groups)
-        for param in params:
-            entry = self.state[param]
-            for key, shape in self._shapes(param).items():
-                value, dtype = entry.get(key), _arithmetic(param)
-                if value is None:
-                    entry[key] = torch.zeros(shape, dtype=dtype, device=param.device)
-                elif value.shape != torch.Size(shape):
-                    raise RuntimeError(
-                        f"{type(self).__name__}: {key} of a parameter must have shape {shape}, got "
-                        f"{tuple(value.shape)}"
-                    )
-                elif not value.is_floating_point():
-                    raise RuntimeError(
-                        f"{type(self).__name__}: {key} of a parameter must have a floating-point "
-                        f"dtype, got {value.dtype}"
-                    )
-                elif value.dtype is not dtype:
-                    entry[key] = value.to(dtype)
-
-    def _updates(self, attempt, params, groups, gradients) -> list[Tensor]:
-        factor = self._factor()
+    def _updates(self, step, params, groups, gradients) -> list[Tensor]:
+        factor = self._factor(step)
         updates, written = [], []
         for param, group, gradient in zip(params, groups, gradients, strict=True):
             entry, dtype = self.state[param], _arithmetic(param)
@@ -225,7 +185,7 @@ class FormulaOptimizer(UpdateOptimizer):
             )
             updates.append(laid_as(param, update))
             written += [(states[key], value) for key, value in after.items()]
-        attempt.written = written
+        step.written = written
         return updates
 
 

@@ -25,8 +25,8 @@ from onepass._batch import call
 from onepass._ops import loss as loss_ops
 from onepass.estimating.result import Estimate
 from onepass.optim import muon
-from onepass.optim.attempt import Attempt
 from onepass.optim.states import StateOptimizer
+from onepass.optim.step import Step as OptimizerStep
 from onepass.swapping import by_hand
 from onepass.tools.errors import BadInput, BadModel
 from onepass.tools.estimate import optimizers
@@ -318,7 +318,7 @@ def _updates_of(timeline: Timeline, optimizer: onepass.optim.Muon) -> int:
     timeline.enter(UPDATE)
     params, of_each = zip(*pairs, strict=True)
     with _alike_once(timeline):
-        optimizer._updates(Attempt(optimizer), params, of_each, [p.grad for p in params])
+        optimizer._updates(OptimizerStep(optimizer), params, of_each, [p.grad for p in params])
     return timeline.peaks[UPDATE].total - before
 
 
