@@ -6,6 +6,9 @@ swapped copy and `attention_with_kv_cache`. `WAYS` and the two functions before 
 difference. Speed is measured with that GPT and with compare's large one, which is not trained: only
 its time matters, not its text.
 
+Then with quantised weights: int8, int4, and int4 with the layer of the logits too. Their text is
+another one; how much they forget is the perplexity of text that the small GPT was not trained on.
+
 In float32 both must write the same bytes. In bfloat16 rounding alone may change the likeliest byte:
 there both ways compute the logits of one text, and these are compared with float64's by the rule of
 `onepass.numerics`.
@@ -69,7 +72,11 @@ SHOWN = 4  # sequences whose text is printed
 TABLE_WIDTH = 160
 READ = "read"  # the variant that only reads memory, beside WAYS
 PARTS = {  # of a token's time: operators that do not call each other
-    "linear layers": ("aten::linear", "onepass::linear_forward"),
+    "linear layers": (
+        "aten::linear",
+        "onepass::linear_forward",
+        "onepass::quantized_linear_forward",
+    ),
     "attention": ("aten::scaled_dot_product_attention", "onepass::attention_decode_append"),
 }
 
@@ -112,7 +119,18 @@ def onepass_way(model: GPT) -> tuple[GPT, Callable[..., Tensor]]:
     return swapped, onepass_attention
 
 
+def quantized_way(model: GPT, **options) -> tuple[GPT, Callable[..., Tensor]]:
+    swapped, attention = onepass_way(model)
+    onepass.quantize(swapped, **options)
+    return swapped, attention
+
+
 WAYS = {"stock": stock_way, "onepass": onepass_way}
+QUANTIZED = {
+    "int8": partial(quantized_way, weights="int8"),
+    "int4": partial(quantized_way, weights="int4"),
+    "int4, head too": partial(quantized_way, weights="int4", skip_head=False),
+}
 
 
 # ---- generation ---------------------------------------------------------------------------------
@@ -154,15 +172,18 @@ class Writer:
             logits.append(self._logits(token, prompt.shape[1] + i))
         return torch.cat(logits, 1)
 
+    def weight_bytes(self) -> int:
+        of_model = itertools.chain(self.model.parameters(), self.model.buffers())
+        return sum(tensor.nbytes for tensor in of_model)
+
     def cache_bytes(self) -> int:
         return sum(cache.nbytes for pair in self.caches for cache in pair)
 
     def read_bytes(self, used: int) -> int:
         """What a token must read: the weights but the table of positions, of which it takes a row,
         and the first `used` rows of the caches."""
-        weights = sum(parameter.nbytes for parameter in self.model.parameters())
         caches = self.cache_bytes() * used // self.sizes.block
-        return weights - self.model.positions.weight.nbytes + caches
+        return self.weight_bytes() - self.model.positions.weight.nbytes + caches
 
     @torch.inference_mode()
     def _logits(self, tokens: Tensor, used: int) -> Tensor:
@@ -190,6 +211,8 @@ class Comparison:
         self.model, self.sizes = model, sizes
         self.writers = {n: self._writer(*way(model)) for n, way in WAYS.items()}
         self.written = {name: w.write(prompt, count) for name, w in self.writers.items()}
+        quantized = {n: self._writer(*way(model)) for n, way in QUANTIZED.items()}
+        self.all_writers = self.writers | quantized
 
     def _writer(self, model: GPT, attention: Callable[..., Tensor]) -> Writer:
         return Writer(model, self.sizes, self.batch, attention)
@@ -218,18 +241,20 @@ class Comparison:
         print()
 
     def measure(self, table: Table, **effort: float) -> dict[str, dict]:
-        """Times both ways in turn, prefill and decode apart; adds rows to the table.
+        """Times both ways and those with quantised weights in turn, prefill and decode apart; adds
+        rows to the table.
 
-        Decoding is timed beside a plain read of the bytes that its tokens must read: what that is
-        times faster than stock bounds every way. Returns each phase's milliseconds, and how many
-        times as fast ours is.
+        Decoding is timed beside a plain read of the bytes that stock's tokens must read: what that
+        is times faster than stock bounds every way of that dtype. Returns each phase's
+        milliseconds, and how many times as fast ours is.
         """
         found = {}
         seq, steps = self.prompt.shape[1], self.count - 1  # prefill writes the first byte
         first = self.written["stock"][:, :1]
-        prefill = {n: partial(w.prefill, self.prompt) for n, w in self.writers.items()}
-        decode = {n: partial(w.decode, first, seq, steps) for n, w in self.writers.items()}
-        token_bytes = self.writers["stock"].read_bytes(seq + (steps + 1) // 2)
+        writers, used = self.all_writers, seq + (steps + 1) // 2
+        prefill = {n: partial(w.prefill, self.prompt) for n, w in writers.items()}
+        decode = {n: partial(w.decode, first, seq, steps) for n, w in writers.items()}
+        token_bytes = writers["stock"].read_bytes(used)
         decode[READ] = partial(read, torch.ones(token_bytes // 4), steps)
         for phase, rows, functions in (("prefill", seq, prefill), ("decode", steps, decode)):
             timing = measure_pairs(functions, **effort)
@@ -237,12 +262,16 @@ class Comparison:
             found[phase] |= {f"{name}_ms": 1e3 * timing.median(name) for name in functions}
             found[phase]["times_as_fast"] = timing.ratio("onepass", "stock").to_dict()
             if READ in functions:
-                found[phase]["shares"] = {name: shares(functions[name]) for name in WAYS}
+                found[phase]["shares"] = {name: shares(functions[name]) for name in writers}
                 found[phase]["bytes"] = token_bytes * steps
                 found[phase]["read_times_as_fast"] = timing.ratio(READ, "stock").to_dict()
             for name in functions:
                 median, low, high = (1e3 * timing.percentile(name, p) for p in (50, 10, 90))
-                writer = self.writers.get(name)
+                writer = writers.get(name)
+                share = ""
+                if writer and READ in functions:
+                    part = writer.read_bytes(used) / token_bytes
+                    share = f"{part * timing.median(READ) / timing.median(name):.0%}"
                 table.add_row(
                     self.name,
                     f"{phase} {self.batch} x {rows}",
@@ -250,10 +279,18 @@ class Comparison:
                     f"{median:.4g} [{low:.4g}-{high:.4g}]",
                     f"{1e3 * self.batch * rows / median:,.0f}",
                     "1" if name == "stock" else str(timing.ratio(name, "stock")),
-                    f"{writer.cache_bytes():,}" if writer else "",
+                    share,
+                    f"{writer.weight_bytes():,}" if writer else "",
                     end_section=name == list(functions)[-1],
                 )
         return found
+
+
+@torch.inference_mode()
+def perplexities(comparison: Comparison, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Perplexity of bytes (batch, seq) by the model of each way."""
+    writers = comparison.all_writers.items()
+    return {name: math.exp(writer.model(inputs, targets)) for name, writer in writers}
 
 
 def read(memory: Tensor, times: int) -> None:
@@ -283,7 +320,13 @@ def new_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("GPT", "phase", "by"):
         table.add_column(column, no_wrap=True)
-    for column in (r"median ms \[p10-p90]", "tokens/s", r"times as fast \[95 %]", "cache bytes"):
+    for column in (
+        r"median ms \[p10-p90]",
+        "tokens/s",
+        r"times as fast \[95 %]",
+        "of a read",
+        "weight bytes",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
@@ -376,9 +419,17 @@ def main(arguments: list[str] | None = None) -> int:
         f"large: {large.layers} layers, {large.heads} heads, width {large.width}, caches of "
         f"{large.block} rows, as initialised."
     )
-    for name, parts in found["large"]["decode"]["shares"].items():
-        text = ", ".join(f"{part} {share:.0%}" for part, share in parts.items())
-        print(f"A token of the large GPT by {name}: {text}.")
+    decoding = found["large"]["decode"]
+    linear = {n: of["linear layers"] * decoding[f"{n}_ms"] for n, of in decoding["shares"].items()}
+    for name, parts in decoding["shares"].items():
+        listed = ", ".join(f"{part} {share:.0%}" for part, share in parts.items())
+        faster = linear["onepass"] / linear[name]
+        more = f"; linear layers {faster:.2f} times as fast as onepass's" * (name in QUANTIZED)
+        print(f"A token of the large GPT by {name}: {listed}{more}.")
+    held_out = held_out_batch(text, small.block, 8 if args.quick else 64)
+    found["perplexity"] = perplexities(comparisons[0], *held_out)
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in found["perplexity"].items())
+    print(f"Perplexity of the small GPT on {held_out[0].numel():,} bytes not trained on: {listed}.")
     if args.quick:
         print("--quick: tiny sizes, a trial. These figures measure nothing.")
     print(" | ".join(f"{name} {value}" for name, value in machine_facts().items()))

@@ -37,13 +37,15 @@ def test_as_a_command():
     assert stock == ours and [len(text) for text in stock] == [16] * 4
     assert "Same: 4 x 16 bytes" in run.stdout
     for row in ("small *prefill 4 x 16", "large *prefill 4 x 48"):
-        assert len(re.findall(row, run.stdout)) == 2  # of stock and of onepass
-    assert len(re.findall("small *decode 4 x 15", run.stdout)) == 3  # and of a read
+        assert len(re.findall(row, run.stdout)) == 5  # stock, onepass, and three quantised ways
+    assert len(re.findall("small *decode 4 x 15", run.stdout)) == 6  # and a read
     for way in ("stock", "onepass"):
         parts = re.findall(rf"GPT by {way}: .* (\d+)%, .* (\d+)%, .* (\d+)%", run.stdout)
         assert abs(sum(map(int, *parts)) - 100) <= 1
-    caches = 2 * 2 * 4 * 64 * 32 * 4  # keys and values, layers, batch, block, width, float32
-    assert len(re.findall(f"large .* {caches:,} *$", run.stdout, re.M)) == 4
+    # Of the large GPT, float32, with positions and the tied head once.
+    block, biases_and_norms = 12 * 32 * 32, (4 + 9) * 32
+    weights = 4 * (2 * (block + biases_and_norms) + 2 * 32 + (256 + 64) * 32)
+    assert len(re.findall(f"large .* {weights:,} *$", run.stdout, re.M)) == 4
 
 
 def test_a_prompt_of_ones_own(generate, capsys, tmp_path):
@@ -64,6 +66,9 @@ def test_a_prompt_of_ones_own(generate, capsys, tmp_path):
     rows = large.block - 2 + 1  # before the second byte
     caches = 2 * large.layers * 2 * rows * large.width  # keys and values of two sequences
     assert decode["bytes"] == 4 * (weights + caches)
+    ways = {*generate.WAYS, *generate.QUANTIZED}
+    assert set(decode["shares"]) == set(found["models"]["perplexity"]) == ways
+    assert "int4, head too" in output and "linear layers" in output and "Perplexity of" in output
     assert found["options"]["dtype"] == "float32" and found["machine"]["threads"] == 1
     assert generate.main([*flags, "--json", str(tmp_path)]) == 2
     assert "generate: --json cannot be written" in capsys.readouterr().err
@@ -91,8 +96,7 @@ def test_bfloat16(generate, capsys, monkeypatch):
     for name in sum(generate.PARTS.values(), ()):  # where the time goes, by operators that exist
         namespace, _, operator = name.partition("::")
         assert hasattr(getattr(torch.ops, namespace), operator)
-    caches = 2 * 2 * 4 * 64 * 32 * 2  # as above, two bytes each
-    assert len(re.findall(f"large .* {caches:,} *$", output, re.M)) == 4
+    assert len(re.findall(r"large .* 71,424 *$", output, re.M)) == 4  # two bytes a weight
 
     def a_bit_off(*args):
         return 1.2 * generate.stock_attention(*args)

@@ -165,6 +165,15 @@ def test_a_weight_that_is_not_finite_changes_nothing(value):
     assert type(own.blocks[0]) is nn.Linear
 
 
+def test_groups_fit_the_rows():
+    found = {}
+    for in_features in (256, 96, 80, 40, 36):
+        layer = QuantizedLinear(in_features, 8, weights="nf4")
+        found[in_features] = layer.group_size
+        assert layer(torch.randn(3, in_features)).shape == (3, 8)
+    assert found == {256: 64, 96: 32, 80: 16, 40: 8, 36: 36}
+
+
 @formats
 def test_state_dicts(weights, tmp_path):
     own, other = model(), model(1)

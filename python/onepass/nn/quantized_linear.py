@@ -13,7 +13,8 @@ from onepass.functional.quantized_linear import ACTIVATIONS, FORMATS
 from onepass.reference import quantized_linear as reference
 from onepass.reference.quantized_linear import PANEL, Format
 
-GROUP_SIZES = {"int4": 64, "nf4": 64, "mxfp4": 32}  # of int8: a whole row
+# The first that divides in_features; a whole row of int8, and where none does.
+GROUP_SIZES = {"int4": (64, 32, 16, 8), "nf4": (64, 32, 16, 8), "mxfp4": (32, 16, 8)}
 _STEP = 8  # numbers that a group is a multiple of, unless it is a whole row
 
 
@@ -30,7 +31,8 @@ class QuantizedLinear(torch.nn.Module):
         bias: whether there is one; it is a parameter.
         weights: "int8", "int4", "nf4" or "mxfp4".
         group_size: neighbours along in_features that share a scale, a multiple of 8; None: a whole
-            row of int8, 64 of int4 and nf4, 32 of mxfp4.
+            row of int8, 64 of int4 and nf4, 32 of mxfp4, or the next lower power of two that
+            divides in_features.
         activations: None, or "int8" to quantise the rows of input too: for int8 with a scale a row.
         dtype: of the bias, and of the weight that `onepass.dequantize` makes.
         scales_dtype: None: float32 for int8, bfloat16 for the others.
@@ -206,7 +208,8 @@ def _group_size_of(
         names = ", ".join(map(repr, FORMATS))
         raise ValueError(f"quantize: weights must be one of {names}, got {weights!r}")
     if group_size is None:
-        group_size = GROUP_SIZES.get(weights, in_features)
+        fitting = (size for size in GROUP_SIZES.get(weights, ()) if in_features % size == 0)
+        group_size = next(fitting, in_features)
     if group_size != in_features and (
         group_size < 1 or group_size % _STEP or in_features % group_size
     ):

@@ -51,7 +51,8 @@ def quantize(
         weights: "int8" (a scale for each row), "int4" (a scale and a shift for each group), "nf4"
             (bitsandbytes' codes) or "mxfp4" (OCP's).
         group_size: neighbours along in_features that share a scale, a multiple of 8; None: the row
-            for int8, 64 for int4 and nf4, 32 for mxfp4.
+            for int8, 64 for int4 and nf4, 32 for mxfp4, or the next lower power of two that divides
+            in_features.
         activations: None, or "int8" to quantise the layers' inputs too, row by row, for int8
             weights: products of whole numbers, faster for many rows, and less exact.
         include, exclude: globs on fully qualified names (`*.mlp.*`); exclude wins.
