@@ -4,7 +4,7 @@ torch's plain products in float32 and bfloat16.
 
     python benchmarks/peers/quantized.py --rows 1 4 16 256 --threads 1 2 --json out.json
 
-Weights are in no cache: each call takes another copy, 256 MiB of them in turn. All ways run in one
+Weights are in no cache: each call takes another copy, 128 MiB of them in turn. All ways run in one
 process, one after the other in each round; medians. A share of a read is that of torch's sum of
 192 MiB, as the speed at which a weight could be read.
 """
@@ -26,7 +26,7 @@ import onepass
 from onepass import functional
 from onepass.nn import QuantizedLinear
 
-RING_BYTES, READ_BYTES = 256 << 20, 192 << 20
+RING_BYTES, READ_BYTES = 128 << 20, 192 << 20
 CALLS = 4  # in a round; the first finds no code in the caches, and does not count
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -114,7 +114,7 @@ def measure(rows: int, shape: tuple[int, int], rounds: int, only: str) -> dict[s
         except Exception as problem:
             print(f"{name}: left out, {str(problem).splitlines()[0]}", file=sys.stderr)
             continue
-        count = min(max(RING_BYTES // size, 2), 40)
+        count = max(RING_BYTES // size, 2)
         rings[name] = [first, *(make(weight)[0] for _ in range(count - 1))], size
     big = torch.ones(READ_BYTES // 4)
     times: dict[str, list[float]] = {name: [] for name in (*rings, "read")}
