@@ -64,13 +64,15 @@ def refuse_gradient(op: str, name: str) -> None:
     raise RuntimeError(f"{op}: {name} must not require a gradient, got one that does")
 
 
-def refuse_activation(op: str) -> None:
+def refuse_activation(op: str, activation: int) -> None:
     """Refuses an activation within an operator whose backward has none.
 
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError(f"{op}: activation_kind must be 0 where a gradient is wanted, got another")
+    raise RuntimeError(
+        f"{op}: activation_kind must be 0 where a gradient is wanted, got {activation}"
+    )
 
 
 def refuse_second_derivative(op: str, option: str) -> None:

@@ -34,6 +34,20 @@ def test_a_row_does_not_depend_on_the_others(dtype, layout):
         torch.set_num_threads(threads)
 
 
+def test_whole_numbers_have_the_same_bits_in_any_call():
+    """With input of 8 bits, also across the boundary between few rows and many."""
+    own, x = quantized(Format.INT8, None, 200, 384), torch.randn(64, 384)
+    whole, threads = ours(x, own, (Format.INT8, None), activations="int8"), torch.get_num_threads()
+    try:
+        for torch_threads in (1, 3):
+            torch.set_num_threads(torch_threads)
+            for rows in (1, 2, 5, 13, 40):
+                found = ours(x[:rows], own, (Format.INT8, None), activations="int8")
+                assert torch.equal(found, whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @layouts
 def test_input_in_any_layout(layout):
     own = quantized(*layout, 40, 192)
@@ -64,7 +78,7 @@ def test_gradients_are_of_input_bias_and_residual_alone():
     with pytest.raises(RuntimeError, match="^quantized_linear: scales must not require a gradient"):
         ours(x, own._replace(scales=own.scales.requires_grad_()), (Format.INT4, 64))
     op = OPS.quantized_linear
-    message = "activation_kind must be 0 where a gradient is wanted, got another"
+    message = "activation_kind must be 0 where a gradient is wanted, got 2"
     with pytest.raises(RuntimeError, match=f"^quantized_linear: {message}"):
         op(x, *quantized(Format.INT4, 64, 32, 64), None, None, Format.INT4, 2, False)
 

@@ -80,7 +80,7 @@ def test_choice_of_layers():
     assert reasons == {"blocks.2": "excluded by '*.2'", "head": "not in include"}
     report = onepass.quantize(model(), "nf4", skip_head=False, include=["head", "tail"])
     assert [entry["name"] for entry in report.quantized] == ["head"]
-    assert report.notes == ["include pattern 'tail' matches no module"]
+    assert report.notes[0] == "include pattern 'tail' matches no module"
 
 
 class Hooked(nn.Linear):
@@ -167,11 +167,11 @@ def test_a_weight_that_is_not_finite_changes_nothing(value):
 
 def test_groups_fit_the_rows():
     found = {}
-    for in_features in (256, 96, 80, 40, 36):
+    for in_features in (256, 96, 80, 1000, 40, 36):
         layer = QuantizedLinear(in_features, 8, weights="nf4")
         found[in_features] = layer.group_size
         assert layer(torch.randn(3, in_features)).shape == (3, 8)
-    assert found == {256: 64, 96: 32, 80: 16, 40: 8, 36: 36}
+    assert found == {256: 64, 96: 48, 80: 40, 1000: 40, 40: 40, 36: 36}
 
 
 @formats
@@ -195,15 +195,21 @@ def test_state_dicts(weights, tmp_path):
 
 
 def test_a_state_of_another_format_is_refused():
-    own, other = model(), model()
-    onepass.quantize(own, "int4", group_size=64)
-    onepass.quantize(other, "nf4")
-    with pytest.raises(RuntimeError, match="state must be of nf4 in groups of 64"):
+    """And the layer stays as it was."""
+    own, other = model(), model(1)
+    onepass.quantize(own, "nf4", group_size=32)
+    onepass.quantize(other, "mxfp4")
+    output = other.blocks[0](X)
+    message = "blocks.0 must be of mxfp4 in groups of 32, got a state of nf4 in groups of 32"
+    with pytest.raises(RuntimeError, match=message):
         other.load_state_dict(own.state_dict(), strict=False)
+    assert torch.equal(other.blocks[0](X), output)
     state = other.state_dict()
     state["blocks.0.codes"] = state["blocks.0.codes"].float()
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.codes must have dtype int32, got float32"):
+    with pytest.raises(RuntimeError, match="blocks.0 must have codes in int32, got float32"):
         other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="state must be of mxfp4 in groups of 32, got nf4"):
+        other.blocks[0].set_extra_state(own.blocks[0].get_extra_state())
 
 
 def test_a_model_that_is_converted_keeps_its_scales():
@@ -213,7 +219,13 @@ def test_a_model_that_is_converted_keeps_its_scales():
     own.to(torch.bfloat16)
     assert torch.equal(own.again.scales, scales) and own.again.bias.dtype is torch.bfloat16
     assert own(X.bfloat16()).dtype is torch.bfloat16
-    assert own.float()(X).dtype is torch.float32
+    onepass.dequantize(own)
+    assert own(X.bfloat16()).dtype is torch.bfloat16  # also of the layer without a bias
+    own = model()
+    onepass.quantize(own, "int4")
+    single = own(X)
+    torch.testing.assert_close(own.double()(X.double()).float(), single)
+    torch.testing.assert_close(own.float()(X), single)
 
 
 def test_weights_are_freed_one_after_the_other(monkeypatch):
@@ -291,6 +303,87 @@ def test_transformers():
     torch.testing.assert_close(own(ids).logits, quantised, rtol=1e-4, atol=1e-4)
 
 
+def test_heads_of_classifiers_and_a_second_call():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    config = transformers.BertConfig(**sizes, num_attention_heads=4)
+    own = transformers.BertForSequenceClassification(config).eval()
+    report = onepass.quantize(own, "int4")
+    assert [entry["name"] for entry in report.skipped] == ["classifier"]
+    assert len(report.quantized) == 7
+    again = onepass.quantize(own, "int8")
+    reasons = {entry["name"]: entry["reason"] for entry in again.skipped}
+    assert not again.quantized and reasons["classifier"].startswith("makes the logits")
+    assert reasons["bert.pooler.dense"] == "is quantised already, to int4"
+
+
+def test_weights_that_a_model_reads_by_itself():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=100, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
+    own = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
+    ids = torch.arange(5)[None]
+    batch = {"input_ids": ids, "decoder_input_ids": ids}
+    report = onepass.quantize(own, "int8", batch=batch)
+    reasons = {entry["name"].split(".")[-1]: entry["reason"] for entry in report.skipped}
+    assert reasons["wo"] == "its weight is read by T5DenseActDense without a call"
+    assert report.verify(batch) and len(report.quantized) > 10
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.head(self.first(input=x))
+
+
+def test_layers_that_are_called_by_keyword_and_scripted_parts():
+    own = nn.Sequential(ByKeyword(), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
+    report = onepass.quantize(own, "int8", batch=X)
+    assert report.quantized[0]["output_error"] < 0.02 and report.verify(X)
+
+
+def test_an_interrupt_leaves_a_model_that_works(monkeypatch):
+    own, quantize = model(), reference.quantize
+    expected, calls = own(X), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return quantize(*args)
+
+    monkeypatch.setattr(reference, "quantize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        onepass.quantize(own, "int8")
+    assert [type(block) for block in own.blocks] == [QuantizedLinear, nn.Linear, nn.Linear]
+    torch.testing.assert_close(own(X), expected, rtol=0.05, atol=0.05)
+
+
+def test_what_else_is_refused():
+    with pytest.raises(TypeError, match="^quantize: include must hold globs, got int$"):
+        onepass.quantize(model(), "int8", include=3)
+    with pytest.raises(TypeError, match="^quantize: group_size must be a whole number or None"):
+        onepass.quantize(model(), "int8", group_size=16.0)
+    with pytest.raises(TypeError, match="^quantize: model must be "):
+        onepass.quantize("model", "int8")
+    with pytest.raises(ValueError, match="^dequantize: model must be a module around the layers"):
+        onepass.dequantize(QuantizedLinear(64, 8))
+    with pytest.raises(RuntimeError, match="last dimension of 64, in_features, got shape"):
+        QuantizedLinear(64, 8)(torch.randn(3, 61))
+
+
+def test_notes():
+    own = model()
+    own.head = nn.Linear(64, 100)
+    own.table = nn.Embedding(100, 64)
+    own.head.weight = own.table.weight
+    notes = onepass.quantize(own, "int8", skip_head=False).notes
+    assert notes[0].startswith("4 weights that could be trained are frozen now")
+    assert notes[1].startswith("head shared its weight with table")
+
+
 def test_adapters_beside_a_base_layer():
     peft = pytest.importorskip("peft")
     own = peft.get_peft_model(model(), peft.LoraConfig(target_modules=["blocks.0", "blocks.2"]))
@@ -300,6 +393,12 @@ def test_adapters_beside_a_base_layer():
     assert sum("adapter" in entry["reason"] for entry in report.skipped) == 4
     own(X).sum().backward()
     assert own.base_model.model.blocks[0].lora_A["default"].weight.grad is not None
+    config = peft.LoraConfig(target_modules=["blocks.0"], modules_to_save=["head"])
+    own = peft.get_peft_model(model(), config)
+    onepass.quantize(own, "nf4", skip_head=False)
+    head = own.base_model.model.head
+    assert type(head.modules_to_save["default"]) is nn.Linear
+    assert type(head.original_module) is QuantizedLinear
 
 
 def test_reports(capsys):

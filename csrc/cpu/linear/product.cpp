@@ -225,6 +225,7 @@ class Linear {
         if (args_.quantized.words) {
           const float* sums = args_.quantized.shifts ? scratch_.left_sums : nullptr;
           multiply_few_rows_of_codes(args_, few, sums, col, cols);
+          if (sums) put_not_finite(few, col, cols);
         } else {
           visit_few_rows(args_.rows, [&]<int kRows>() {
             if (args_.right_step == 1) {
@@ -241,6 +242,30 @@ class Linear {
         }
       }
     });
+  }
+
+  // Sums of rows with NaN or Inf, of codes with shifts, which kernels add apart: those of the
+  // products that are not finite.
+  void put_not_finite(const FewRows<M>& few, int64_t col, int64_t cols) const {
+    const QuantizedWeight& weight = args_.quantized;
+    const int64_t chains = chains_of(weight, args_.depth);
+    for (int64_t i = 0; i < args_.rows; ++i) {
+      const A* of_chains = scratch_.left_sums + i * chains;
+      if (std::all_of(of_chains, of_chains + chains, [](A s) { return std::isfinite(s); }))
+        continue;
+      const Element* row = few.left + i * few.left_row;
+      int64_t first = 0, last = args_.depth;
+      while (first < last && std::isfinite(widen(row[first]))) ++first;
+      while (first < last && std::isfinite(widen(row[last - 1]))) --last;
+      for (int64_t j = 0; j < cols && first < last; ++j) {
+        A sum = few.bias ? few.bias[j] : A{0};
+        for (int64_t k = first; k < last; ++k) {
+          const A left = widen(row[k]);
+          if (!std::isfinite(left)) sum += left * number_of(weight, args_.cols, col + j, k);
+        }
+        few.sums[i * few.sums_row + j] = sum;
+      }
+    }
   }
 
   void piece(int64_t number) const {

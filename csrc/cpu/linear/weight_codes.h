@@ -110,6 +110,15 @@ inline float value_of(const QuantizedWeight& weight, int64_t j, int64_t k) {
   return (weight.format == WeightFormat::kNf4 ? kNf4Numbers : kMxfp4Numbers)[code];
 }
 
+// The same with them; `rows` are the weight's.
+inline float number_of(const QuantizedWeight& weight, int64_t rows, int64_t j, int64_t k) {
+  const int64_t at = k / weight.group * rows + j;
+  float scale, shift = 0.0f;
+  widen_line(weight.scales, weight.scales_dtype, at, 1, &scale);
+  if (weight.shifts) widen_line(weight.shifts, weight.scales_dtype, at, 1, &shift);
+  return value_of(weight, j, k) * scale + shift;
+}
+
 // Scales or shifts of a vector of columns.
 template <class Count>
 ONEPASS_INLINE Vec<float> load_scales(const void* scales, DType dtype, int64_t at, Count count) {

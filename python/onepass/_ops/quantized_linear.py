@@ -72,13 +72,13 @@ def _gradients(doutput, in_features, input_dtype, bias_dtype):
 
 def _derivative(doutput, *, codes, scales, shifts, in_features, format_kind):
     of_weight = codes, scales, shifts, Format(format_kind), in_features
-    rows = doutput.flatten(0, -2) if doutput.dim() > 1 else doutput[None]
+    rows = doutput.reshape(-1, doutput.shape[-1])
     return doutput @ reference.dequantize(*of_weight, doutput.dtype), rows.sum(0)
 
 
 def _in_features(input, activation_kind):
     if activation_kind != Activation.NONE:
-        refuse_activation("quantized_linear")
+        refuse_activation("quantized_linear", activation_kind)
     return input.shape[-1]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -13,8 +15,7 @@ from onepass.functional.quantized_linear import ACTIVATIONS, FORMATS
 from onepass.reference import quantized_linear as reference
 from onepass.reference.quantized_linear import PANEL, Format
 
-# The first that divides in_features; a whole row of int8, and where none does.
-GROUP_SIZES = {"int4": (64, 32, 16, 8), "nf4": (64, 32, 16, 8), "mxfp4": (32, 16, 8)}
+MOST_GROUPED = {"int4": 64, "nf4": 64, "mxfp4": 32}  # numbers in a group by default; int8: a row
 _STEP = 8  # numbers that a group is a multiple of, unless it is a whole row
 
 
@@ -31,8 +32,8 @@ class QuantizedLinear(torch.nn.Module):
         bias: whether there is one; it is a parameter.
         weights: "int8", "int4", "nf4" or "mxfp4".
         group_size: neighbours along in_features that share a scale, a multiple of 8; None: a whole
-            row of int8, 64 of int4 and nf4, 32 of mxfp4, or the next lower power of two that
-            divides in_features.
+            row of int8, 64 of int4 and nf4, 32 of mxfp4, or the next lower multiple of 8 that
+            divides in_features, or else a row.
         activations: None, or "int8" to quantise the rows of input too: for int8 with a scale a row.
         dtype: of the bias, and of the weight that `onepass.dequantize` makes.
         scales_dtype: None: float32 for int8, bfloat16 for the others.
@@ -104,6 +105,11 @@ class QuantizedLinear(torch.nn.Module):
             ValueError: as the class; or weight has numbers that are not finite.
         """
         try:
+            if weight.dim() != 2:
+                raise ValueError(
+                    "quantize: weight must have shape (out_features, in_features), got "
+                    f"{tuple(weight.shape)}"
+                )
             out_features, in_features = weight.shape
             layer = cls(
                 in_features,
@@ -113,6 +119,7 @@ class QuantizedLinear(torch.nn.Module):
                 group_size=group_size,
                 activations=activations,
                 device="meta",
+                dtype=weight.dtype,
                 scales_dtype=scales_dtype,
             )
             _check_finite(weight)
@@ -142,6 +149,11 @@ class QuantizedLinear(torch.nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.dim() and input.shape[-1] != self.in_features:  # words may hold a few more
+            raise RuntimeError(
+                f"quantized_linear: input must have a last dimension of {self.in_features}, "
+                f"in_features, got shape {tuple(input.shape)}"
+            )
         return functional.quantized_linear(
             input,
             self.codes,
@@ -165,34 +177,43 @@ class QuantizedLinear(torch.nn.Module):
         return torch.tensor(facts, dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        if isinstance(state, Tensor) and state.is_meta:
-            return
-        own = self.get_extra_state().tolist()
-        given = state.tolist() if isinstance(state, Tensor) else state
-        if given != own:
-            raise RuntimeError(
-                f"QuantizedLinear: state must be of {self.weights} in groups of "
-                f"{self.group_size}, {own} in its extra state, got {given}"
-            )
+        """Checks that a state is of this format, which never changes."""
+        if not state.is_meta and self._differs(state):
+            own = _facts(self.get_extra_state())
+            raise RuntimeError(f"QuantizedLinear: state must be of {own}, got {_facts(state)}")
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Loads nothing of a state that does not fit."""
+        problem = self._problem(state_dict, prefix)
+        if problem is None:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            args[-1].append(f"QuantizedLinear: {prefix.rstrip('.')} must {problem}")
+
+    def _problem(self, state_dict: Mapping[str, object], prefix: str) -> str | None:
+        extra = state_dict.get(f"{prefix}_extra_state")
+        if isinstance(extra, Tensor) and not extra.is_meta and self._differs(extra):
+            return f"be of {_facts(self.get_extra_state())}, got a state of {_facts(extra)}"
         for name in ("codes", "scales", "shifts"):
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(given, Tensor) and own is not None and given.dtype != own.dtype:
-                raise RuntimeError(  # torch would convert it
-                    f"QuantizedLinear: {prefix}{name} must have dtype "
-                    f"{str(own.dtype).removeprefix('torch.')}, got "
-                    f"{str(given.dtype).removeprefix('torch.')}"
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+                dtypes = (str(of.dtype).removeprefix("torch.") for of in (own, given))
+                return "have {} in {}, got {}".format(name, *dtypes)  # torch would convert it
+        return None
+
+    def _differs(self, extra: Tensor) -> bool:
+        return extra.tolist() != self.get_extra_state().tolist()
 
     def _apply(self, fn, recurse=True):
-        """Moves, but does not convert: `model.to(torch.bfloat16)` keeps scales as they are."""
-        scales, shifts = self.scales, self.shifts
+        """Moves scales and shifts, and converts them to and from float64 alone: they keep their
+        digits in `model.to(torch.bfloat16)`."""
+        kept = {name: getattr(self, name) for name in ("scales", "shifts")}
         super()._apply(fn, recurse)
-        for name, own in (("scales", scales), ("shifts", shifts)):
-            if own is not None and getattr(self, name).dtype != own.dtype:
-                setattr(self, name, own.to(getattr(self, name).device))
+        for name, own in kept.items():
+            new = getattr(self, name)
+            if own is not None and torch.float64 not in (own.dtype, new.dtype):
+                setattr(self, name, own.to(new.device))
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.codes.device)).dtype
         return self
 
 
@@ -204,11 +225,15 @@ def _group_size_of(
     Raises:
         ValueError: weights is no format, or groups do not divide in_features, which are `of`.
     """
-    if weights not in FORMATS:
-        names = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"quantize: weights must be one of {names}, got {weights!r}")
+    _check_weights(weights)
+    if type(group_size) not in (int, NoneType):
+        raise TypeError(
+            f"quantize: group_size must be a whole number or None, got {type(group_size).__name__}"
+        )
     if group_size is None:
-        fitting = (size for size in GROUP_SIZES.get(weights, ()) if in_features % size == 0)
+        fitting = (
+            s for s in range(MOST_GROUPED.get(weights, 0), 0, -_STEP) if in_features % s == 0
+        )
         group_size = next(fitting, in_features)
     if group_size != in_features and (
         group_size < 1 or group_size % _STEP or in_features % group_size
@@ -218,6 +243,22 @@ def _group_size_of(
             f"{in_features}, got {group_size}"
         )
     return group_size
+
+
+def _check_weights(weights: str) -> None:
+    """
+    Raises:
+        ValueError: weights is no format.
+    """
+    if weights not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"quantize: weights must be one of {names}, got {weights!r}")
+
+
+def _facts(extra: Tensor) -> str:
+    """The format and the groups in an extra state."""
+    number, group_size = extra.tolist()
+    return f"{FORMATS[number]} in groups of {group_size}"
 
 
 def _check_activations(activations: str | None, weights: str, in_rows: bool) -> None:

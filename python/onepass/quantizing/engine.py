@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import inspect
+import re
 from collections.abc import Iterator, Sequence
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from onepass import _batch
+from onepass._arguments import check_arguments
 from onepass._imported import is_a
 from onepass.nn import Linear
 from onepass.nn._parts import is_untouched
@@ -18,6 +23,7 @@ from onepass.nn.quantized_linear import (
     QuantizedLinear,
     _check_activations,
     _check_finite,
+    _check_weights,
     _group_size_of,
 )
 from onepass.quantizing.report import QuantizationReport
@@ -51,8 +57,8 @@ def quantize(
         weights: "int8" (a scale for each row), "int4" (a scale and a shift for each group), "nf4"
             (bitsandbytes' codes) or "mxfp4" (OCP's).
         group_size: neighbours along in_features that share a scale, a multiple of 8; None: the row
-            for int8, 64 for int4 and nf4, 32 for mxfp4, or the next lower power of two that divides
-            in_features.
+            for int8; 64 for int4 and nf4, 32 for mxfp4, or the next lower multiple of 8 that
+            divides in_features, or else the row.
         activations: None, or "int8" to quantise the layers' inputs too, row by row, for int8
             weights: products of whole numbers, faster for many rows, and less exact.
         include, exclude: globs on fully qualified names (`*.mlp.*`); exclude wins.
@@ -76,24 +82,45 @@ def quantize(
         >>> report.quantized[0]["name"], type(model[0]).__name__
         ('0', 'QuantizedLinear')
     """
-    choice = Choice(globs("include", include), globs("exclude", exclude), None, None)
+    try:
+        choice = Choice(
+            globs("include", include, "quantize"), globs("exclude", exclude, "quantize"), None, None
+        )
+        return _quantize(model, weights, group_size, activations, choice, skip_head, batch)
+    except Exception:
+        check_arguments(quantize, locals())
+        raise
+
+
+def _quantize(
+    model: nn.Module,
+    weights: str,
+    group_size: int | None,
+    activations: str | None,
+    choice: Choice,
+    skip_head: bool,
+    batch: object,
+) -> QuantizationReport:
     found = walk(model)
     report = QuantizationReport(model, weights)
     report.notes += choice.without_a_match(found)
     refusal = _Refusal(model, found, choice, skip_head)
     taken = []
     for item in found:
-        if isinstance(item.module, nn.Linear) or _is_conv1d(item.module):
+        if isinstance(item.module, QuantizedLinear):
+            report.skip(item, f"is quantised already, to {item.module.weights}")
+        elif isinstance(item.module, nn.Linear) or _is_conv1d(item.module):
             reason = refusal(item)
             if reason is None:
                 taken.append(item)
             else:
                 report.skip(item, reason)
     of_layer = {"weights": weights, "group_size": group_size, "activations": activations}
-    _group_size_of(weights, None, 0)
-    _check_activations(activations, weights, group_size is None)
+    _check_weights(weights)
+    _check_activations(activations, weights, True)
     for item in taken:
         _check(item, **of_layer)
+    report.notes += _notes(taken, refusal)
     errors = {} if batch is None else _output_errors(model, batch, taken, of_layer)
     places = _places(found)
     del found, refusal, item
@@ -110,10 +137,14 @@ def dequantize(model: nn.Module) -> list[str]:
     """Gives a model plain linear layers back, with the weights that the codes stand for: what
     quantising took away stays away.
 
-    Weights have the dtype of the layer's bias, or else float32, and require no gradient.
+    Weights have the dtype that they had, or that the model was converted to since, and require no
+    gradient.
 
     Returns:
         The names of the layers.
+
+    Raises:
+        ValueError: model is itself a quantised layer.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10))
@@ -123,6 +154,8 @@ def dequantize(model: nn.Module) -> list[str]:
     """
     found = walk(model)
     places, names = _places(found), []
+    if isinstance(model, QuantizedLinear):
+        raise ValueError("dequantize: model must be a module around the layers, got one of them")
     for item in found:
         if isinstance(item.module, QuantizedLinear):
             _put(_plain(item.module), places[id(item.module)])
@@ -130,24 +163,48 @@ def dequantize(model: nn.Module) -> list[str]:
     return names
 
 
+def _notes(taken: list[Found], refusal: _Refusal) -> list[str]:
+    notes = []
+    trained = sum(item.module.weight.requires_grad for item in taken)
+    if trained:
+        notes.append(
+            f"{trained} weights that could be trained are frozen now; an optimizer that has them "
+            "keeps them, and their memory"
+        )
+    for item in taken:
+        others = refusal.other_users(item)
+        if others:
+            notes.append(
+                f"{item.names[0]} shared its weight with {others[0]}, which keeps it; no memory of "
+                "it is freed"
+            )
+    return notes
+
+
 class _Refusal:
     """Why a linear layer of a model is left as it is; None if it is not."""
 
     def __init__(self, model: nn.Module, found: list[Found], choice: Choice, skip_head: bool):
         self.model, self.choice, self.skip_head = model, choice, skip_head
-        self.head = _head_of(model, found)
+        head = _head_of(model, found)  # or what is wrapped around it
+        self.head = set() if head is None else {id(part) for part in head.modules()}
         self.users: dict[int, list[str]] = collections.defaultdict(list)  # of a parameter
         self.adapters, self.read = set(), {}
         for item in found:
             for own in item.module._parameters.values():
                 if own is not None:
                     self.users[id(own)].append(item.names[0])
-            base = item.module._modules.get("base_layer")
-            if base is not None:
-                inside = {id(part) for part in base.modules()}
-                self.adapters |= {id(part) for part in item.module.modules()} - inside
+            # peft's names: adapters beside a base layer, and copies that are trained whole.
+            children = dict(item.module.named_children())
+            for name, frozen in _TRAINED_BESIDE.items():
+                if name in children:
+                    kept = children.get(frozen)
+                    inside = set() if kept is None else {id(part) for part in kept.modules()}
+                    self.adapters |= {id(part) for part in item.module.modules()} - inside
+            read = set(_weights_read_by(type(item.module)))
             if isinstance(item.module, nn.TransformerEncoderLayer):
-                self.read |= dict.fromkeys(map(id, item.module.children()), type(item.module))
+                read |= {"linear1", "linear2"}  # in inference, by torch's C++
+            self.read |= {id(children[n]): type(item.module) for n in read if n in children}
 
     def __call__(self, item: Found) -> str | None:
         layer, weight = item.module, getattr(item.module, "weight", None)
@@ -172,8 +229,10 @@ class _Refusal:
             return "has hooks, or a forward of its own"
         if id(layer) in self.read:
             return f"its weight is read by {self.read[id(layer)].__name__} without a call"
+        if set(layer._parameters) | set(layer._buffers) != {"weight", "bias"}:
+            return "has parameters or buffers beside weight and bias"
         if id(layer) in self.adapters:
-            return "is an adapter beside a base layer, to be trained"
+            return "is an adapter, or a copy of a layer, to be trained"
         if type(weight) not in (nn.Parameter, Tensor):
             return f"its weight is a {type(weight).__name__}"
         if weight.is_meta:
@@ -182,18 +241,51 @@ class _Refusal:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
         if weight.numel() == 0:
             return "its weight has no elements"
-        if layer is self.head:
+        if id(layer) in self.head:
             return "makes the logits (skip_head=False takes it)" if self.skip_head else None
-        others = [other for other in self.users[id(weight)] if other != item.names[0]]
+        others = self.other_users(item)
         return f"shares its weight with {others[0]}" if others else None
+
+    def other_users(self, item: Found) -> list[str]:
+        """Other modules that have the layer's weight."""
+        users = self.users[id(item.module.weight)]
+        return [name for name in users if name != item.names[0]]
+
+
+# Names of peft's: a child that says that others beside it are trained, and the frozen one.
+_TRAINED_BESIDE = {"base_layer": "base_layer", "modules_to_save": "original_module"}
+_SETUP = ("__init__", "_init_weights", "reset_parameters", "tie_weights")
+
+
+@functools.cache
+def _weights_read_by(cls: type[nn.Module]) -> frozenset[str]:
+    """Names of children whose `weight` a class reads by name in its methods, such as T5's: a
+    quantised layer has none."""
+    found = set()
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    for name, method in (item for base in own for item in vars(base).items()):
+        if isinstance(method, FunctionType) and name not in _SETUP:
+            with contextlib.suppress(OSError, TypeError):  # no source
+                found |= set(re.findall(r"\bself\.(\w+)\.weight\b", inspect.getsource(method)))
+    return frozenset(found)
 
 
 def _head_of(model: nn.Module, found: list[Found]) -> nn.Module | None:
-    """The layer that makes the logits: transformers knows, elsewhere it is the last one."""
+    """The layer that makes the logits, or what is wrapped around it. transformers knows a language
+    model's; that of a classifier is the last one outside of its base model. Elsewhere it is the
+    last one."""
+    layers = [item.module for item in found if _is_linear(item.module)]
     if callable(get := getattr(model, "get_output_embeddings", None)):
-        return get()
-    layers = [item.module for item in found if isinstance(item.module, nn.Linear)]
+        if (head := get()) is not None:
+            return head
+        inside = {id(part) for part in getattr(model, "base_model", model).modules()}
+        outside = [layer for layer in layers if id(layer) not in inside]
+        return outside[-1] if outside else None
     return layers[-1] if len(layers) > 1 else None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, QuantizedLinear)) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -217,13 +309,11 @@ def _check(item: Found, weights: str, group_size: int | None, activations: str |
 def _quantized(layer: nn.Module, **of_layer) -> QuantizedLinear:
     made = QuantizedLinear.from_weight(_weight_of(layer), layer.bias, **of_layer)
     made.plain_class = type(layer) if _is_conv1d(layer) else nn.Linear
-    made.dtype = layer.weight.dtype
     return made.train(layer.training)
 
 
 def _plain(layer: QuantizedLinear) -> nn.Module:
-    dtype = layer.dtype if layer.bias is None else layer.bias.dtype
-    weight = layer.dequantized().to(dtype)
+    weight = layer.dequantized().to(layer.dtype)
     if layer.plain_class is nn.Linear:
         made = nn.Linear(layer.in_features, layer.out_features, False, device="meta")
     else:
@@ -269,8 +359,8 @@ def _output_errors(
     squares: dict[str, list[float]] = {}
 
     def observe(name: str):
-        def hook(layer, args, output):
-            found = _quantized(layer, **of_layer)(args[0])
+        def hook(layer, args, named, output):
+            found = _quantized(layer, **of_layer)(*args, *named.values())
             sums = squares.setdefault(name, [0.0, 0.0])
             sums[0] += float((found.double() - output).square().sum())
             sums[1] += float(output.double().square().sum())
@@ -279,7 +369,7 @@ def _output_errors(
 
     with contextlib.ExitStack() as hooks:
         for item in taken:
-            handle = item.module.register_forward_hook(observe(item.names[0]))
+            handle = item.module.register_forward_hook(observe(item.names[0]), with_kwargs=True)
             hooks.callback(handle.remove)
         with _evaluating(model):
             _batch.call(model, batch)

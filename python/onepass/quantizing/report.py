@@ -88,8 +88,8 @@ class QuantizationReport:
         found: dict[str, numerics.Comparison] = {}
 
         def observe(name):
-            def hook(layer, args, output):
-                result = _comparison(layer, args[0], output)
+            def hook(layer, args, named, output):
+                result = _comparison(layer, *args, *named.values(), output)
                 if name not in found or found[name].ok:
                     found[name] = result
 
@@ -98,7 +98,8 @@ class QuantizationReport:
         with contextlib.ExitStack() as hooks, torch.no_grad():
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantizedLinear):
-                    hooks.callback(layer.register_forward_hook(observe(name)).remove)
+                    handle = layer.register_forward_hook(observe(name), with_kwargs=True)
+                    hooks.callback(handle.remove)
             if len(batch) == 1 and not named:
                 _batch.call(model, batch[0])
             else:
@@ -138,9 +139,10 @@ class QuantizationReport:
             before = sum(entry["bytes_before"] for entry in entries)
             after = sum(entry["bytes_after"] for entry in entries)
             spans = [_span([e[error] for e in entries if error in e]) for error in errors]
-            found.append((group, str(len(entries)), _size(before), _size(after), *spans))
+            sizes = "/".join(str(size) for size in sorted({e["group_size"] for e in entries}))
+            found.append((group, str(len(entries)), sizes, _size(before), _size(after), *spans))
         heads = [error.replace("_", " ") for error in errors]
-        return ("name", "count", "before", "after", *heads), found
+        return ("name", "count", "group", "before", "after", *heads), found
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(self.summary())}</b>"]

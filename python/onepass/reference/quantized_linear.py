@@ -100,7 +100,10 @@ def _quantized(weight, format, group_size, dtype):
     else:
         largest = groups.abs().amax(2, keepdim=True)
         if format is Format.MXFP4:
-            scale = torch.where(largest > 0, torch.exp2(largest.log2().floor() - 2), 0.0)
+            exponent = (
+                torch.frexp(largest).exponent - 3
+            )  # largest is 0.5 to 1 times 2^(exponent + 3)
+            scale = torch.ldexp((largest > 0).float(), exponent)
         else:
             scale = largest.to(dtype).float()
         codes = _nearest(_ratio(groups, scale), format)

@@ -98,12 +98,16 @@ class Choice(NamedTuple):
         ]
 
 
-def globs(option: str, patterns: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def globs(
+    option: str, patterns: str | Sequence[str] | None, op: str = "swap"
+) -> tuple[str, ...] | None:
     """An option's globs as a tuple: `strings`."""
-    return None if patterns is None else strings(option, "globs", patterns)
+    return None if patterns is None else strings(option, "globs", patterns, op)
 
 
-def strings(option: str, what: str, given: str | Sequence[str]) -> tuple[str, ...]:
+def strings(
+    option: str, what: str, given: str | Sequence[str], op: str = "swap"
+) -> tuple[str, ...]:
     """An option's strings as a tuple.
 
     Raises:
@@ -111,11 +115,11 @@ def strings(option: str, what: str, given: str | Sequence[str]) -> tuple[str, ..
     """
     given = (given,) if isinstance(given, str) else given
     if not isinstance(given, Iterable):
-        raise TypeError(f"swap: {option} must hold {what}, got {type(given).__name__}")
+        raise TypeError(f"{op}: {option} must hold {what}, got {type(given).__name__}")
     given = tuple(given)
     for item in given:
         if not isinstance(item, str):
-            raise TypeError(f"swap: {option} must hold {what}, got {item!r}")
+            raise TypeError(f"{op}: {option} must hold {what}, got {item!r}")
     return given
 
 
