@@ -39,7 +39,7 @@ def model(seed=0) -> Model:
     return Model().eval()
 
 
-X = torch.randn(20, 64)
+X = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
 
 
 @formats

@@ -35,7 +35,7 @@ from tests.swap.test_group_norms import net
 pytestmark = pytest.mark.usefixtures("slow_products", "every_loss_gains", "probed_once")
 
 BF16 = torch.bfloat16
-DRAWS = 5  # judged together: one draw of stock's error is not enough
+DRAWS = 8  # judged together: one draw of stock's error is not enough, nor are five on a Zen 3
 
 
 class Case(NamedTuple):

@@ -154,11 +154,14 @@ class QuantizedLinear(torch.nn.Module):
                 f"quantized_linear: input must have a last dimension of {self.in_features}, "
                 f"in_features, got shape {tuple(input.shape)}"
             )
+        scales, shifts = self.scales, self.shifts
+        if input.dtype is torch.float64:
+            scales, shifts = (None if of is None else of.double() for of in (scales, shifts))
         return functional.quantized_linear(
             input,
             self.codes,
-            self.scales,
-            self.shifts,
+            scales,
+            shifts,
             self.bias,
             weights=self.weights,
             activations=self.activations,
@@ -205,13 +208,13 @@ class QuantizedLinear(torch.nn.Module):
         return extra.tolist() != self.get_extra_state().tolist()
 
     def _apply(self, fn, recurse=True):
-        """Moves scales and shifts, and converts them to and from float64 alone: they keep their
-        digits in `model.to(torch.bfloat16)`."""
+        """Moves scales and shifts, and does not convert them: they keep their digits in
+        `model.to(torch.bfloat16)`."""
         kept = {name: getattr(self, name) for name in ("scales", "shifts")}
         super()._apply(fn, recurse)
         for name, own in kept.items():
             new = getattr(self, name)
-            if own is not None and torch.float64 not in (own.dtype, new.dtype):
+            if own is not None and new.dtype != own.dtype:
                 setattr(self, name, own.to(new.device))
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.codes.device)).dtype
         return self

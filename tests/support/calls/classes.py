@@ -84,7 +84,7 @@ def _modules():
     yield call("LayerScale", lambda nn: nn.LayerScale(16, 0.5), one, False)
     yield call("RotaryEmbedding", lambda nn: nn.RotaryEmbedding(8), heads, False)
     yield call("GatedMLP", lambda nn: nn.GatedMLP(16, 24), one, False, composed=True)
-    yield call("QuantizedLinear", lambda nn: nn.QuantizedLinear(16, 8), one, composed=True)
+    yield call("QuantizedLinear", lambda nn: nn.QuantizedLinear(16, 8), one, False)
     yield call("Linear", lambda nn: nn.Linear(16, 8), one, composed=True)
 
     sizes, first = (16, 2, 32, 0.0), {"batch_first": True}
