@@ -149,15 +149,10 @@ class QuantizedLinear(torch.nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() and input.shape[-1] != self.in_features:  # words may hold a few more
-            raise RuntimeError(
-                f"quantized_linear: input must have a last dimension of {self.in_features}, "
-                f"in_features, got shape {tuple(input.shape)}"
-            )
         scales, shifts = self.scales, self.shifts
-        if input.dtype is torch.float64:
+        if getattr(input, "dtype", None) is torch.float64:
             scales, shifts = (None if of is None else of.double() for of in (scales, shifts))
-        return functional.quantized_linear(
+        output = functional.quantized_linear(
             input,
             self.codes,
             scales,
@@ -166,6 +161,13 @@ class QuantizedLinear(torch.nn.Module):
             weights=self.weights,
             activations=self.activations,
         )
+        # After the operator's own checks: the last word may hold a few numbers more.
+        if input.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"quantized_linear: input must have a last dimension of {self.in_features}, "
+                f"in_features, got shape {tuple(input.shape)}"
+            )
+        return output
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, "
