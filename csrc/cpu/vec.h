@@ -267,53 +267,6 @@ ONEPASS_INLINE A sum_of_lanes(Vec<A> v) {
 // The 128-bit parts of a vector of float32.
 inline constexpr int kParts = kVectorBytes / 16;
 
-// sum_of_lanes of 4 * kParts vectors at once, bit for bit: part p of the result has those of v[p].
-ONEPASS_INLINE Vec<float> sums_of_lanes(const Vec<float> (&v)[kParts][4]) {
-#if defined(__AVX2__)
-  Vec<float> folded[4];  // part p has the sums of v[p][i] in four lanes
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-#if defined(__AVX512F__)
-    const auto fold = [](__m512 a, __m512 b) {
-      return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    };
-    const __m512 low = fold((__m512)v[0][i], (__m512)v[1][i]);
-    const __m512 high = fold((__m512)v[2][i], (__m512)v[3][i]);
-    folded[i] = (Vec<float>)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88),
-                                          _mm512_shuffle_f32x4(low, high, 0xdd));
-#else
-    const __m256 a = (__m256)v[0][i];
-    const __m256 b = (__m256)v[1][i];
-    folded[i] = (Vec<float>)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20),
-                                          _mm256_permute2f128_ps(a, b, 0x31));
-#endif
-  }
-#if defined(__AVX512F__)
-  const auto pair = [](Vec<float> a, Vec<float> b) {
-    return _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b),
-                         _mm512_unpackhi_ps((__m512)a, (__m512)b));
-  };
-  const __m512d low = (__m512d)pair(folded[0], folded[1]);
-  const __m512d high = (__m512d)pair(folded[2], folded[3]);
-  return (Vec<float>)_mm512_add_ps((__m512)_mm512_unpacklo_pd(low, high),
-                                   (__m512)_mm512_unpackhi_pd(low, high));
-#else
-  const auto pair = [](Vec<float> a, Vec<float> b) {
-    return _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b),
-                         _mm256_unpackhi_ps((__m256)a, (__m256)b));
-  };
-  const __m256d low = (__m256d)pair(folded[0], folded[1]);
-  const __m256d high = (__m256d)pair(folded[2], folded[3]);
-  return (Vec<float>)_mm256_add_ps((__m256)_mm256_unpacklo_pd(low, high),
-                                   (__m256)_mm256_unpackhi_pd(low, high));
-#endif
-#else
-  Vec<float> sums{};
-  for (int i = 0; i < kLanes<float>; ++i) sums[i] = sum_of_lanes<float>(v[i / 4][i % 4]);
-  return sums;
-#endif
-}
-
 // ---- conversion of one vector of 16-bit elements ------------------------------------------------
 
 // Zero-extended. (g++ 12 makes four instructions of the conversion that AVX2 has one for.)
@@ -458,9 +411,30 @@ inline constexpr int64_t kPrefetchBytes = 4096;
 
 // ---- loads and stores: kLanes<A> elements of type T, as accumulators ----------------------------
 
+// One byte per word, zero-extended or, with kSigned, sign-extended.
+template <bool kSigned>
+ONEPASS_INLINE WordBits load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (WordBits)(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (WordBits)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  SignedWords words;
+  for (int i = 0; i < kLanes<float>; ++i) {
+    words[i] = kSigned ? static_cast<int8_t>(from[i]) : from[i];
+  }
+  return (WordBits)words;
+#endif
+}
+
 template <class A, class T>
 ONEPASS_INLINE Vec<A> load(const T* p) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (__is_same(T, int8_t)) {
+    const WordBits words = load_bytes<true>(reinterpret_cast<const uint8_t*>(p));
+    return __builtin_convertvector((SignedWords)words, Vec<A>);
+  } else if constexpr (sizeof(T) == 2) {
     const HalfBits bits = *reinterpret_cast<const HalfBitsUnaligned*>(p);
     if constexpr (__is_same(T, BFloat16)) {
       return widen_bfloat16(bits);
@@ -496,7 +470,11 @@ ONEPASS_INLINE void prefetch_ahead(const T* p) {
 template <class A, class T>
 ONEPASS_INLINE Vec<A> load_partial(const T* p, int64_t count) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 1) {
+    T lane[kLanes<A>] = {};
+    std::memcpy(lane, p, static_cast<size_t>(count));
+    return load<A>(lane);
+  } else if constexpr (sizeof(T) == 4) {
     return (Vec<A>)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
   } else if constexpr (sizeof(T) == 8) {
     return (Vec<A>)_mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << count) - 1), p);

@@ -7,24 +7,6 @@
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 
-// One byte per word, zero-extended or, with kSigned, sign-extended.
-template <bool kSigned>
-ONEPASS_INLINE WordBits load_bytes(const uint8_t* from) {
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return (WordBits)(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-  return (WordBits)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-#else
-  SignedWords words;
-  for (int i = 0; i < kLanes<float>; ++i) {
-    words[i] = kSigned ? static_cast<int8_t>(from[i]) : from[i];
-  }
-  return (WordBits)words;
-#endif
-}
-
 typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes)));
 typedef uint8_t BytesUnaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
 

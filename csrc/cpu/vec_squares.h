@@ -1,10 +1,58 @@
-// Squares of a matrix, transposed in registers, and rows as pairs.
+// Squares of a matrix, transposed in registers, sums of lanes of several vectors, and rows as
+// pairs.
 #pragma once
 
 #include "cpu/vec.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
+
+// sum_of_lanes of 4 * kParts vectors at once, bit for bit: part p of the result has those of v[p].
+ONEPASS_INLINE Vec<float> sums_of_lanes(const Vec<float> (&v)[kParts][4]) {
+#if defined(__AVX2__)
+  Vec<float> folded[4];  // part p has the sums of v[p][i] in four lanes
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+    const auto fold = [](__m512 a, __m512 b) {
+      return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    };
+    const __m512 low = fold((__m512)v[0][i], (__m512)v[1][i]);
+    const __m512 high = fold((__m512)v[2][i], (__m512)v[3][i]);
+    folded[i] = (Vec<float>)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88),
+                                          _mm512_shuffle_f32x4(low, high, 0xdd));
+#else
+    const __m256 a = (__m256)v[0][i];
+    const __m256 b = (__m256)v[1][i];
+    folded[i] = (Vec<float>)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20),
+                                          _mm256_permute2f128_ps(a, b, 0x31));
+#endif
+  }
+#if defined(__AVX512F__)
+  const auto pair = [](Vec<float> a, Vec<float> b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b),
+                         _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  };
+  const __m512d low = (__m512d)pair(folded[0], folded[1]);
+  const __m512d high = (__m512d)pair(folded[2], folded[3]);
+  return (Vec<float>)_mm512_add_ps((__m512)_mm512_unpacklo_pd(low, high),
+                                   (__m512)_mm512_unpackhi_pd(low, high));
+#else
+  const auto pair = [](Vec<float> a, Vec<float> b) {
+    return _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b),
+                         _mm256_unpackhi_ps((__m256)a, (__m256)b));
+  };
+  const __m256d low = (__m256d)pair(folded[0], folded[1]);
+  const __m256d high = (__m256d)pair(folded[2], folded[3]);
+  return (Vec<float>)_mm256_add_ps((__m256)_mm256_unpacklo_pd(low, high),
+                                   (__m256)_mm256_unpackhi_pd(low, high));
+#endif
+#else
+  Vec<float> sums{};
+  for (int i = 0; i < kLanes<float>; ++i) sums[i] = sum_of_lanes<float>(v[i / 4][i % 4]);
+  return sums;
+#endif
+}
 
 // Elements of two vectors in order, rounded: word i has elements 2 i and 2 i + 1.
 ONEPASS_INLINE WordBits neighbours_of(Vec<float> first, Vec<float> second) {

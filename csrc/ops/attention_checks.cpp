@@ -12,12 +12,13 @@ constexpr int64_t kMaxOffset = int64_t{1} << 40;  // far from where sums of posi
 
 AttentionChecks::AttentionChecks(const char* op, const Tensor& query, const Tensor& key,
                                  const Tensor& value, const AttentionOptions& options,
-                                 AttentionKeys keys)
+                                 AttentionKeys keys, bool holds_codes)
     : op_(op),
       options_(options),
       packed_(options.cu_seq_q.has_value()),
       paged_(options.block_table.has_value()),
       keys_(keys),
+      holds_codes_(holds_codes),
       key_name_(keys == AttentionKeys::kOwn ? "key" : "k_cache"),
       value_name_(keys == AttentionKeys::kOwn ? "value" : "v_cache"),
       query_(input_of(op, "query", query)),
@@ -61,9 +62,9 @@ void AttentionChecks::shapes(const TensorInfo& key, const TensorInfo& value) {
   if (!packed_ && !paged_ && keys_ != AttentionKeys::kAnyCache) shape[0] = args_.batch;
   shape[key_dims - 1] = args_.head_dim;
   args_.dtype = checked_.first_dtype();
-  like_query(key_name_, key, Shape(shape, key_dims));
+  like_key(key_name_, key, Shape(shape, key_dims));
   shape[key_dims - 1] = value.dims == key_dims ? value.sizes[key_dims - 1] : args_.head_dim;
-  like_query(value_name_, value, Shape(shape, key_dims));
+  like_key(value_name_, value, Shape(shape, key_dims));
   args_.value_dim = shape[key_dims - 1];
   require(args_.value_dim >= 1 && args_.value_dim <= kMaxHeadDim, op_, ": ", value_name_,
           " must have a head_dim of 1 to ", kMaxHeadDim, ", got ", args_.value_dim);
@@ -115,6 +116,13 @@ void AttentionChecks::sequences(const TensorInfo& key) {
   }
   args_.whole_q = options_.max_q ? options_.max_q : args_.seq_q;
   args_.whole_k = options_.max_k ? options_.max_k : args_.seq_k;
+}
+
+void AttentionChecks::like_key(const char* name, const TensorInfo& info, const Shape& shape) const {
+  if (!holds_codes_) return like_query(name, info, shape);
+  require(is(ScalarType::Char, info.scalar_type), op_, ": ", name,
+          " must have dtype int8 with a scale for each row, got ", TypeName{info.scalar_type});
+  checked_.shape(name, info, shape);
 }
 
 void AttentionChecks::like_query(const char* name, const TensorInfo& info,

@@ -24,7 +24,8 @@ class AttentionChecks {
  public:
   // Throws unless everything fits that can be known without reading a tensor's values.
   AttentionChecks(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                  const AttentionOptions& options, AttentionKeys keys = AttentionKeys::kOwn);
+                  const AttentionOptions& options, AttentionKeys keys = AttentionKeys::kOwn,
+                  bool holds_codes = false);
   AttentionChecks(const AttentionChecks&) = delete;
   AttentionChecks& operator=(const AttentionChecks&) = delete;
 
@@ -54,6 +55,7 @@ class AttentionChecks {
 
  private:
   void shapes(const TensorInfo& key, const TensorInfo& value);
+  void like_key(const char* name, const TensorInfo& info, const Shape& shape) const;
   void sequences(const TensorInfo& key);
   void positions();
   void cumulative(const char* name, const int32_t* ends, int64_t total) const;
@@ -64,6 +66,7 @@ class AttentionChecks {
   const bool packed_;
   const bool paged_;
   const AttentionKeys keys_;
+  const bool holds_codes_;  // keys and values are int8
   const char* const key_name_;
   const char* const value_name_;
   const TensorInfo query_;
@@ -76,15 +79,8 @@ class AttentionChecks {
 
 // ---- how the operators find the rows of their tensors, and allocate gradients -------------------
 
-// A tensor whose last dimension is not dense is copied, any other is read in place.
-inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
-  TensorInfo info = info_of(tensor);
-  const void* data = tensor.const_data_ptr();
-  if (info.sizes[info.dims - 1] != 1 && info.strides[info.dims - 1] != 1) {
-    copies.push_back(contiguous_copy(tensor));
-    info = info_of(copies.back());
-    data = copies.back().const_data_ptr();
-  }
+// Where the rows of a tensor lie, whose last dimension is not one of rows.
+inline Strided rows_at(const void* data, const TensorInfo& info, AttentionLayout layout) {
   const auto stride = [&](int64_t d) { return info.sizes[d] == 1 ? 0 : info.strides[d]; };
   void* const rows = const_cast<void*>(data);
   switch (layout) {
@@ -95,6 +91,16 @@ inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& cop
     default:
       return {rows, stride(0), stride(1), stride(2)};
   }
+}
+
+// A tensor whose last dimension is not dense is copied, any other is read in place.
+inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
+  const TensorInfo info = info_of(tensor);
+  if (info.sizes[info.dims - 1] == 1 || info.strides[info.dims - 1] == 1) {
+    return rows_at(tensor.const_data_ptr(), info, layout);
+  }
+  copies.push_back(contiguous_copy(tensor));
+  return rows_at(copies.back().const_data_ptr(), info_of(copies.back()), layout);
 }
 
 // The gradient of `tensor`, of size 0 if it is not wanted.

@@ -15,6 +15,12 @@
 namespace onepass {
 namespace {
 
+// The scales of caches that hold codes.
+struct Scales {
+  const OptionalTensor& key;
+  const OptionalTensor& value;
+};
+
 // As the checks of the family take them.
 AttentionOptions of_attention(const DecodeOptions& options) {
   AttentionOptions all{};
@@ -36,14 +42,20 @@ class DecodeCall {
  public:
   // Throws unless everything fits; lengths and page numbers are read where that costs nothing.
   DecodeCall(const char* op, const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
-             const DecodeOptions& options, const Append* append)
+             const Scales& scales, const DecodeOptions& options, const Append* append)
       : op_(checked_dtype(op, query)),
         options_(options),
+        scales_(scales),
         attention_(of_attention(options)),
         checks_(op, query, k_cache, v_cache, attention_,
-                options.cache_batch_idx ? AttentionKeys::kAnyCache : AttentionKeys::kCaches) {
+                options.cache_batch_idx ? AttentionKeys::kAnyCache : AttentionKeys::kCaches,
+                checked_scales(op, scales, k_cache)) {
     const TensorInfo cache = info_of(k_cache);
     static_cast<Attention&>(args_) = checks_.args();
+    if (scales.key) {
+      scale("k_scale", *scales.key, cache);
+      scale("v_scale", *scales.value, info_of(v_cache));
+    }
     require(!options.cache_batch_idx || !options.block_table, op_,
             ": cache_batch_idx must not be given with block_table, got one");
     checks_.index("cache_batch_idx", options.cache_batch_idx, args_.batch);
@@ -54,7 +66,12 @@ class DecodeCall {
               ": cache_seqlens must be given where keys are appended, got none");
       writable("k_cache", cache);
       writable("v_cache", info_of(v_cache));
-      apart(k_cache, v_cache);
+      apart(k_cache, v_cache, "v_cache", "k_cache");
+      if (scales.key) {
+        not_expanded("k_scale", info_of(*scales.key));
+        not_expanded("v_scale", info_of(*scales.value));
+        apart(*scales.key, *scales.value, "v_scale", "k_scale");
+      }
       new_rows(*append);
       rotary(*append);
     }
@@ -76,9 +93,16 @@ class DecodeCall {
     Tensor lse = empty(Shape(sizes, 3), DType::kFloat32, shape.device);
     args_.key = rows_of(k_cache, checks_.key_layout(), copies_);
     args_.value = rows_of(v_cache, checks_.key_layout(), copies_);
+    if (scales_.key) {
+      args_.key_scale = scales_of(*scales_.key);
+      args_.value_scale = scales_of(*scales_.value);
+    }
     // Inputs that lie in a cache are copied before that is written.
     const auto outside = [&](const Tensor& tensor) {
-      const bool inside = args_.new_rows > 0 && (meet(tensor, k_cache) || meet(tensor, v_cache));
+      const bool inside =
+          args_.new_rows > 0 &&
+          (meet(tensor, k_cache) || meet(tensor, v_cache) ||
+           (scales_.key && (meet(tensor, *scales_.key) || meet(tensor, *scales_.value))));
       if (inside) copies_.push_back(contiguous_copy(tensor));
       return rows_of(inside ? Tensor(copies_.back()) : tensor, AttentionLayout::kDense, copies_);
     };
@@ -108,13 +132,37 @@ class DecodeCall {
     return op;
   }
 
+  // Whether the caches hold codes: both then have scales.
+  static bool checked_scales(const char* op, const Scales& scales, const Tensor& k_cache) {
+    require(scales.key.has_value() == scales.value.has_value(), op,
+            ": k_scale must be given together with v_scale, got ",
+            scales.key ? "it alone" : "v_scale alone");
+    require(scales.key || !is(ScalarType::Char, input_of(op, "k_cache", k_cache).scalar_type), op,
+            ": k_scale must be given where k_cache has dtype int8, got none");
+    require(kHostReadsTensors || !scales.key, op,
+            ": k_scale must not be given on CUDA, where no kernel reads codes, got one");
+    return scales.key.has_value();
+  }
+
+  // A number for each row of a cache.
+  void scale(const char* name, const Tensor& tensor, const TensorInfo& cache) const {
+    const TensorInfo info = input_of(op_, name, tensor);
+    require(dtype_of(info.scalar_type) == DType::kFloat32, op_, ": ", name,
+            " must have dtype float32, got ", TypeName{info.scalar_type});
+    checks_.checked().shape(name, info, Shape(cache.sizes, 3));
+  }
+
+  Strided scales_of(const Tensor& scale) const {
+    return rows_at(scale.const_data_ptr(), info_of(scale), checks_.key_layout());
+  }
+
   // Also for kv[0] and kv[1] where a compiler has lost their offsets (pytorch issue 198068).
-  void apart(const Tensor& k_cache, const Tensor& v_cache) const {
+  void apart(const Tensor& one, const Tensor& other, const char* name, const char* of_one) const {
     // About to be written: a lazy clone of torch's, which shares its memory until then, gets its
     // own here.
-    const void* const begin = k_cache.mutable_data_ptr();
-    require(begin == nullptr || begin != v_cache.mutable_data_ptr(), op_,
-            ": v_cache must not lie where k_cache does, both are written in place, got one place");
+    const void* const begin = one.mutable_data_ptr();
+    require(begin == nullptr || begin != other.mutable_data_ptr(), op_, ": ", name,
+            " must not lie where ", of_one, " does, both are written in place, got one place");
   }
 
   // Whether the memory between the first and the last element of both overlaps.
@@ -135,10 +183,14 @@ class DecodeCall {
     require(info.sizes[3] == 1 || info.strides[3] == 1, op_, ": ", name,
             " must be dense in its last dimension, it is written in place, got strides ",
             Shape{info.strides, 4});
+    not_expanded(name, info);
+  }
+
+  void not_expanded(const char* name, const TensorInfo& info) const {
     for (int64_t d = 0; d < 3; ++d) {
       require(info.sizes[d] <= 1 || info.strides[d] != 0, op_, ": ", name,
               " must not be expanded, it is written in place, got strides ",
-              Shape{info.strides, 4});
+              Shape{info.strides, info.dims});
     }
   }
 
@@ -279,11 +331,13 @@ class DecodeCall {
   Dispatch describe() const {
     return described(op_, text_of_heads(args_), ", ", args_.seq_q, " queries x up to ", longest(),
                      " keys", when(args_.new_rows > 0, ", ", args_.new_rows, " of them new"),
-                     text_of_terms(args_), when(args_.rotary_cos, ", rotary ", args_.rotary_dim));
+                     text_of_terms(args_), when(args_.rotary_cos, ", rotary ", args_.rotary_dim),
+                     when(holds_codes(args_), ", caches of int8"));
   }
 
   const char* op_;
   const DecodeOptions& options_;
+  const Scales scales_;
   const AttentionOptions attention_;
   const AttentionChecks checks_;
   Copies copies_;
@@ -296,26 +350,33 @@ class DecodeCall {
 // ---- the operators -----------------------------------------------------------------------------
 
 DecodeCall check_decode(const DecodeOptions& options, const Tensor& query, const Tensor& k_cache,
-                        const Tensor& v_cache) {
-  return {"attention_decode", query, k_cache, v_cache, options, nullptr};
+                        const Tensor& v_cache, const OptionalTensor& k_scale,
+                        const OptionalTensor& v_scale) {
+  const Scales scales{k_scale, v_scale};
+  return {"attention_decode", query, k_cache, v_cache, scales, options, nullptr};
 }
 
 std::tuple<Tensor, Tensor> decode(const DecodeOptions& options, const Tensor& query,
-                                  const Tensor& k_cache, const Tensor& v_cache) {
-  return check_decode(options, query, k_cache, v_cache).run(query, k_cache, v_cache, nullptr);
+                                  const Tensor& k_cache, const Tensor& v_cache,
+                                  const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
+  return check_decode(options, query, k_cache, v_cache, k_scale, v_scale)
+      .run(query, k_cache, v_cache, nullptr);
 }
 
 DecodeCall check_append(const AppendOptions& options, const Tensor& query, const Tensor& k_cache,
-                        const Tensor& v_cache, const Tensor& key, const Tensor& value) {
+                        const Tensor& v_cache, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
   const Append append{key, value, options};
-  return {"attention_decode_append", query, k_cache, v_cache, options, &append};
+  const Scales scales{k_scale, v_scale};
+  return {"attention_decode_append", query, k_cache, v_cache, scales, options, &append};
 }
 
 std::tuple<Tensor, Tensor> append(const AppendOptions& options, const Tensor& query,
                                   const Tensor& k_cache, const Tensor& v_cache, const Tensor& key,
-                                  const Tensor& value) {
+                                  const Tensor& value, const OptionalTensor& k_scale,
+                                  const OptionalTensor& v_scale) {
   const Append append{key, value, options};
-  return check_append(options, query, k_cache, v_cache, key, value)
+  return check_append(options, query, k_cache, v_cache, key, value, k_scale, v_scale)
       .run(query, k_cache, v_cache, &append);
 }
 
@@ -328,12 +389,14 @@ OperatorList attention_decode_operators() {
   return {
       entry<&decode, &check_decode>(
           "attention_decode",
-          "Tensor query, Tensor k_cache, Tensor v_cache, *" ONEPASS_DECODE_ARGUMENTS,
+          "Tensor query, Tensor k_cache, Tensor v_cache, Tensor? k_scale=None, "
+          "Tensor? v_scale=None, *" ONEPASS_DECODE_ARGUMENTS,
           "(Tensor output, Tensor lse)"),
       entry<&append, &check_append>(
           "attention_decode_append",
           "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, Tensor value, "
-          "*" ONEPASS_DECODE_ARGUMENTS ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS),
+          "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, *" ONEPASS_DECODE_ARGUMENTS
+              ONEPASS_SCHEMA(ONEPASS_ROTARY_OPTIONS),
           "(Tensor output, Tensor lse)"),
   };
 }

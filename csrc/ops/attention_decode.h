@@ -6,6 +6,11 @@
 // total = cache_seqlens + new_rows, query row i is at position total - seq_q + i, and row j of a
 // cache at position j. Rows before cache_leftpad are not keys.
 //
+// With scales a cache holds codes of 8 bits: each row is its scale times whole numbers from -127 to
+// 127. The scale of a new row is its largest magnitude / 127, in float32, and a code is a number
+// of it / scale, rounded to nearest even. Where an element is NaN or infinite the scale is too and
+// codes are 0, so that the row reads as NaN; a scale of 0 has codes 0.
+//
 // Rotation of a row at a position, in float32 and rounded once, with c and s a row of rotary_cos
 // and rotary_sin:
 //   (x1, x2) -> (x1 c - x2 s, x1 s + x2 c)
@@ -17,17 +22,21 @@
 namespace onepass {
 
 // These fields of Attention have another meaning here:
-// - key, value: the caches, (caches, kv_heads, max_seq, dim) or pages; new rows are written to them
+// - key, value: the caches, (caches, kv_heads, max_seq, dim) or pages; new rows are written to
+// them.
+//   Of dtype, or int8 with scales
 // - seqused_k: (batch,) rows in use before the call, or null: all seq_k rows
 // - seq_k: rows that a cache has room for
 struct AttentionDecode : Attention {
   const int32_t* cache_batch_idx;  // (batch,) which cache is a sequence's; or null: its own number
   const int32_t* cache_leftpad;    // (batch,) or null: 0
-  Strided new_key;                 // (batch, kv_heads, new_rows, head_dim)
-  Strided new_value;               // (batch, kv_heads, new_rows, value_dim)
-  int64_t new_rows;                // 0: nothing is written
-  const void* rotary_cos;          // (positions, rotary_dim / 2) contiguous, or null
-  const void* rotary_sin;          // likewise
+  Strided key_scale;    // (caches, kv_heads, max_seq) float32, or pages; or null: key has no codes
+  Strided value_scale;  // likewise; of both or of neither
+  Strided new_key;      // (batch, kv_heads, new_rows, head_dim)
+  Strided new_value;    // (batch, kv_heads, new_rows, value_dim)
+  int64_t new_rows;     // 0: nothing is written
+  const void* rotary_cos;  // (positions, rotary_dim / 2) contiguous, or null
+  const void* rotary_sin;  // likewise
   int64_t rotary_dim;
   DType rotary_dtype;
   bool rotary_interleaved;
@@ -35,6 +44,10 @@ struct AttentionDecode : Attention {
   Strided output;      // (batch, heads, seq_q, value_dim)
   float* lse;          // (batch, heads, seq_q) contiguous
 };
+
+ONEPASS_HOST_DEVICE inline bool holds_codes(const AttentionDecode& args) {
+  return args.key_scale.data != nullptr;
+}
 
 // The keys of a sequence, as rows of its cache.
 struct CachedKeys {

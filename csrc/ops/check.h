@@ -100,10 +100,14 @@ class CheckedAgainst {
     return given ? dtype(name, static_cast<int32_t>(*given)) : otherwise;
   }
 
-  // A tensor of this shape; its dtype.
-  DType tensor(const char* name, const TensorInfo& info, const Shape& shape) const {
+  void shape(const char* name, const TensorInfo& info, const Shape& shape) const {
     require(Shape(info) == shape, op_, ": ", name, " must have shape ", shape, ", got ", info);
     device(name, info);
+  }
+
+  // A tensor of this shape; its dtype.
+  DType tensor(const char* name, const TensorInfo& info, const Shape& shape) const {
+    this->shape(name, info, shape);
     return dtype(name, info.scalar_type);
   }
   DType tensor(const char* name, const Tensor& given, const Shape& shape) const {

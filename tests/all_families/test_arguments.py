@@ -88,7 +88,7 @@ RIGHT = {
         cache_seqlens=USED, cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32),
         cache_leftpad=torch.tensor([0, 1], dtype=torch.int32), rotary_cos=torch.ones(9, 4),
         rotary_sin=torch.ones(9, 4), scale=0.5, window_size=(-1, -1), softcap=1.0,
-        alibi_slopes=torch.ones(4), sinks=torch.ones(4),
+        alibi_slopes=torch.ones(4), sinks=torch.ones(4), k_scale=None, v_scale=None,
     ),
     "merge_attention_states": dict(outputs=[X, X], lses=[LSE, LSE]),
 }  # fmt: skip

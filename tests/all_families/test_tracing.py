@@ -15,6 +15,7 @@ from onepass._ops.decomposition import EXPORTED
 from tests.all_families.test_opcheck import Recorded
 from tests.support import fresh
 from tests.support.calls import FUNCTIONS, flat
+from tests.support.calls.call import FLOAT32
 from tests.swap.foreign_attention import Plain
 from tests.swap.foreign_norms import OnePlusRMS
 
@@ -284,12 +285,12 @@ def decomposable(name: str, dtype: torch.dtype) -> list:
 
 
 def in_float64(op, args, kwargs) -> list[torch.Tensor]:
-    """The operator's results for the same numbers; slopes are float32 always."""
+    """The operator's results for the same numbers."""
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     narrow = (torch.float32, torch.bfloat16, torch.float16)
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) and value.dtype in narrow and name != "alibi_slopes":
+        if isinstance(value, torch.Tensor) and value.dtype in narrow and name not in FLOAT32:
             given[name] = value.double()
         elif value in narrow:
             given[name] = torch.float64

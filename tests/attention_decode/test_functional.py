@@ -69,7 +69,7 @@ def test_the_signature():
         key=None, value=None, cache_seqlens=None, block_table=None, cache_batch_idx=None,
         cache_leftpad=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=True, scale=None,
         is_causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None,
-        num_splits=None, return_lse=False,
+        k_scale=None, v_scale=None, num_splits=None, return_lse=False,
     )  # fmt: skip
 
 

@@ -57,8 +57,8 @@ def same_bits(found: Results, expected: Results) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bits of each element, as an integer."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().resolve_neg().contiguous().view(integers)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().resolve_neg().contiguous().view(integers[tensor.dtype.itemsize])
 
 
 def kinds(tensor: Tensor) -> Tensor:

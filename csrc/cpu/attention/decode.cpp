@@ -14,6 +14,10 @@
 // Chunks are counted from the sequence's first key, and their length depends on the sequence's
 // length alone, so that a sequence has the same result in any batch, after any padding, in any
 // pages.
+//
+// A cache may hold codes of 8 bits, with a scale for each row. A row's scale is that of all its
+// products, so codes are multiplied as they are: the scale of a key is applied to its scores, that
+// of a value to its probabilities.
 #include <atomic>
 #include <cmath>
 
@@ -153,39 +157,45 @@ Partials partials_of(const AttentionDecode& args, const Shape& shape, Arena& are
           take_state(shape, chunks ? shape.pieces * shape.rows : 0, arena)};
 }
 
-template <class M, class T>
+// C: the element type of the caches.
+template <class M, class C>
 struct Scratch {
   typename M::Element* queries;  // (block, query_columns)
   float* scores;                 // (block, kMostChunk)
-  const T** rows;                // (2 * kMostChunk + kMostAhead,) keys of the chunk, then values
+  const C** rows;                // (2 * kMostChunk + kMostAhead,) keys of the chunk, then values
+  float* scales;                 // (2, kMostChunk) of keys, then of values, which hold codes
   State states;  // (2, block) of all chunks so far, where blocks are the pieces, and of one more
 };
+
+template <class C>
+inline constexpr bool kIsCode = std::is_same_v<C, int8_t>;
 
 template <class M>
 int64_t query_columns(const AttentionDecode& args) {
   return round_up(args.head_dim, kLanes<float> * M::kPerCell);
 }
 
-template <class M, class T>
-Scratch<M, T> scratch_of(const AttentionDecode& args, const Shape& shape, Arena& arena) {
+template <class M, class C>
+Scratch<M, C> scratch_of(const AttentionDecode& args, const Shape& shape, Arena& arena) {
   const int64_t rows = shape.blocks == 0 ? 0 : shape.block;
   return {arena.take<typename M::Element>(shape.block * query_columns<M>(args)),
           arena.take<float>(shape.block * kMostChunk),
-          arena.take<const T*>(2 * kMostChunk + kMostAhead), take_state(shape, 2 * rows, arena)};
+          arena.take<const C*>(2 * kMostChunk + kMostAhead),
+          arena.take<float>(kIsCode<C> ? 2 * kMostChunk : 0), take_state(shape, 2 * rows, arena)};
 }
 
-template <class T>
+template <class T, class C>
 class Decode {
-  using M = MultiplierOf<T>;
+  using M = MultiplierOf<C>;  // codes are multiplied in float32
 
  public:
   Decode(const AttentionDecode& args, const Shape& shape, const Partials& partials,
-         const Scratch<M, T>& scratch)
+         const Scratch<M, C>& scratch)
       : args_(args),
         shape_(shape),
         p_(partials),
         s_(scratch),
-        ahead_(std::clamp<int64_t>(kAheadBytes / (args.head_dim * int64_t{sizeof(T)}), 4,
+        ahead_(std::clamp<int64_t>(kAheadBytes / (args.head_dim * int64_t{sizeof(C)}), 4,
                                    kMostAhead)) {}
 
   // A chunk of keys, where shape.blocks is 0.
@@ -247,20 +257,32 @@ class Decode {
  private:
   // ---- rotation and new rows -------------------------------------------------------------------
 
-  KeyRows<T> rows_in(const Strided& tensor) const {
+  template <class E = C>
+  KeyRows<E> rows_in(const Strided& tensor) const {
     const int64_t cache = args_.cache_batch_idx ? args_.cache_batch_idx[batch_] : batch_;
     return {args_, tensor, cache, kv_head_, 0};
   }
 
   void write_new(int64_t begin, int64_t end) {
     if (begin >= end) return;
-    const KeyRows<T> keys = rows_in(args_.key);
-    const KeyRows<T> values = rows_in(args_.value);
+    const KeyRows<C> keys = rows_in(args_.key);
+    const KeyRows<C> values = rows_in(args_.value);
+    const KeyRows<float> key_scales = rows_in<float>(args_.key_scale);
+    const KeyRows<float> value_scales = rows_in<float>(args_.value_scale);
     const Rows<const T> new_keys(args_.new_key, batch_, kv_head_, 0);
     const Rows<const T> new_values(args_.new_value, batch_, kv_head_, 0);
     for (int64_t row = begin; row < end; ++row) {
-      copy_rotated(new_keys(row - keys_.old), row, keys(row));
-      std::copy_n(new_values(row - keys_.old), args_.value_dim, values(row));
+      const T* key = new_keys(row - keys_.old);
+      const T* value = new_values(row - keys_.old);
+      if constexpr (kIsCode<C>) {
+        T rotated[kMaxHeadDim];
+        copy_rotated(key, row, rotated);
+        *key_scales(row) = quantise_row(rotated, args_.head_dim, keys(row));
+        *value_scales(row) = quantise_row(value, args_.value_dim, values(row));
+      } else {
+        copy_rotated(key, row, keys(row));
+        std::copy_n(value, args_.value_dim, values(row));
+      }
     }
   }
 
@@ -320,7 +342,7 @@ class Decode {
       std::fill_n(state.sum, last - first, 0.0f);
       return false;
     }
-    const KeyRows<T> keys = rows_in(args_.key);
+    const KeyRows<C> keys = rows_in(args_.key);
     keys.list(begin, count, s_.rows);
     rows_in(args_.value).list(begin, count, s_.rows + count);
     // The next chunk's keys are prefetched too, because a thread takes neighbouring chunks.
@@ -335,11 +357,22 @@ class Decode {
     const float scale = static_cast<float>(args_.scale);
     score_rows<M>(s_.queries, columns, last - first, s_.rows, s_.rows + ahead_, count,
                   args_.head_dim, scale, s_.scores);
+    if constexpr (kIsCode<C>) {
+      const auto list_scales = [&](const Strided& tensor, float* to) {
+        rows_in<float>(tensor).for_each(begin, count,
+                                        [&](int64_t i, const float* at) { to[i] = *at; });
+      };
+      list_scales(args_.key_scale, s_.scales);
+      list_scales(args_.value_scale, s_.scales + kMostChunk);
+    }
     for (int64_t row = first; row < last; ++row) {
-      softmax(row, begin, count, s_.scores + (row - first) * kMostChunk, state.from(row - first));
+      float* scores = s_.scores + (row - first) * kMostChunk;
+      if constexpr (kIsCode<C>) multiply_each(scores, s_.scales, count);
+      softmax(row, begin, count, scores, state.from(row - first));
+      if constexpr (kIsCode<C>) multiply_each(scores, s_.scales + kMostChunk, count);
     }
     for (int64_t j = 0; j < count; j += kSumKeys) {
-      const T** values = s_.rows + count + j;
+      const C** values = s_.rows + count + j;
       add_rows(s_.scores + j, last - first, values, values + ahead_, std::min(count - j, kSumKeys),
                args_.value_dim, state.output, state.columns);
     }
@@ -350,9 +383,9 @@ class Decode {
   // from a page that is not in the TLB delays all later ones until the page is found. A plain pass
   // over memory has loads of the next page in flight by then; here the arithmetic between loads is
   // too long for that. Always inline: g++ drops calls of a function that only prefetches.
-  ONEPASS_INLINE void prefetch_pages(const Strided& tensor, const T* const* rows,
+  ONEPASS_INLINE void prefetch_pages(const Strided& tensor, const C* const* rows,
                                      int64_t count) const {
-    const int64_t row_bytes = std::abs(tensor.row_stride) * int64_t{sizeof(T)};
+    const int64_t row_bytes = std::abs(tensor.row_stride) * int64_t{sizeof(C)};
     int64_t step = std::max<int64_t>(kPageBytes / std::max<int64_t>(row_bytes, 1), 1);
     if (args_.block_table) step = std::min(step, args_.page_size);
     for (int64_t i = 0; i < count; i += step) __builtin_prefetch(rows[i]);
@@ -429,22 +462,31 @@ class Decode {
   const AttentionDecode& args_;
   const Shape& shape_;
   const Partials& p_;
-  const Scratch<M, T>& s_;
+  const Scratch<M, C>& s_;
   const int64_t ahead_;
   int64_t batch_ = 0;  // of the current piece
   int64_t kv_head_ = 0;
   CachedKeys keys_{};
 };
 
-int64_t bytes_read(const AttentionDecode& args, const Shape& shape) {
+// Elements of keys and values.
+int64_t elements_read(const AttentionDecode& args, const Shape& shape) {
   int64_t rows = 0;
   for (int64_t b = 0; b < args.batch; ++b) {
     const CachedKeys keys = cached_keys(args, b);
     const Chunks chunks = chunks_of(args, keys);
     rows += std::min(chunks.count * chunks.keys, std::max<int64_t>(keys.last - keys.first, 0));
   }
-  return rows * args.kv_heads * (args.head_dim + args.value_dim) * size_of(args.dtype) *
+  return rows * args.kv_heads * (args.head_dim + args.value_dim) *
          std::max<int64_t>(shape.blocks, 1);
+}
+
+// Calls f<T, C>() with the element types of a call and of its caches.
+template <class F>
+void visit_cache(const AttentionDecode& args, F&& f) {
+  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+    holds_codes(args) ? f.template operator()<T, int8_t>() : f.template operator()<T, T>();
+  });
 }
 
 Plan plan_decode(const AttentionDecode& args, const Machine& machine, Shape& shape) {
@@ -453,18 +495,18 @@ Plan plan_decode(const AttentionDecode& args, const Machine& machine, Shape& sha
   plan.kernel_name = "attention_decode_kernel";
   plan.rows_per_tile = shape.block;
   plan.splits = shape.pieces;
-  const int64_t bytes = bytes_read(args, shape);
-  const int64_t products = bytes / size_of(args.dtype) * shape.block;
-  const int64_t work = std::max(bytes / kBytes, products / kMultiplyAdds);
+  const int64_t elements = elements_read(args, shape);
+  const int64_t bytes = elements * (holds_codes(args) ? 1 : size_of(args.dtype));
+  const int64_t work = std::max(bytes / kBytes, elements * shape.block / kMultiplyAdds);
   plan.threads = threads_for(work, shape.pieces, machine);
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
+  visit_cache(args, [&]<class T, class C>() {
     Arena arena(nullptr);
     partials_of(args, shape, arena);
     Arena scratch(nullptr);
-    scratch_of<MultiplierOf<T>, T>(args, shape, scratch);
+    scratch_of<MultiplierOf<C>, C>(args, shape, scratch);
     shape.slots = {arena.used(), scratch.used()};
     plan.workspace_bytes = shape.slots.end(plan.threads);
-    plan.reason = multiplier_text<T>();
+    plan.reason = kIsCode<C> ? "float32 multiply-adds of codes" : multiplier_text<T>();
   });
   return plan;
 }
@@ -483,19 +525,20 @@ void count_chunks(const AttentionDecode& args, const Partials& partials) {
   partials.first_piece[args.batch] = pieces;
 }
 
-template <class T>
+template <class T, class C>
 void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, const Shape& shape,
                              void* workspace, const Context& context) {
-  using M = MultiplierOf<T>;
+  using M = MultiplierOf<C>;
+  using D = Decode<T, C>;
   Arena arena(workspace);
   const Partials partials = partials_of(args, shape, arena);
   if (shape.blocks == 0) count_chunks(args, partials);
-  // Calls f with a Decode<T> that has its own scratch.
+  // Calls body with a D that has its own scratch.
   const auto decoding = [&](auto&& body) {
     return [&](int64_t piece, int64_t slot) {
       Arena own(shape.slots.of(workspace, slot));
-      const auto scratch = scratch_of<M, T>(args, shape, own);
-      Decode<T> decode(args, shape, partials, scratch);
+      const auto scratch = scratch_of<M, C>(args, shape, own);
+      D decode(args, shape, partials, scratch);
       body(decode, piece);
     };
   };
@@ -506,22 +549,21 @@ void attention_decode_kernel(const AttentionDecode& args, const Plan& plan, cons
       return (first[1] - first[0]) / plan.threads;
     };
     for_each_run_of_pieces(context, plan.threads, shape.pieces, most,
-                           decoding([](Decode<T>& decode, int64_t piece) { decode.chunk(piece); }));
+                           decoding([](D& decode, int64_t piece) { decode.chunk(piece); }));
     return;
   }
   if (args.new_rows > 0) {
-    for_each_piece_in_order(
-        context, plan.threads, args.batch * args.kv_heads,
-        decoding([](Decode<T>& decode, int64_t piece) { decode.write(piece); }));
+    for_each_piece_in_order(context, plan.threads, args.batch * args.kv_heads,
+                            decoding([](D& decode, int64_t piece) { decode.write(piece); }));
   }
   for_each_piece_in_order(context, plan.threads, shape.pieces,
-                          decoding([](Decode<T>& decode, int64_t piece) { decode.block(piece); }));
+                          decoding([](D& decode, int64_t piece) { decode.block(piece); }));
 }
 
 void run_decode(const AttentionDecode& args, const Plan& plan, const Shape& shape, void* workspace,
                 const Context& context) {
-  visit_dtype_up_to_float32(args.dtype, [&]<class T>() {
-    attention_decode_kernel<T>(args, plan, shape, workspace, context);
+  visit_cache(args, [&]<class T, class C>() {
+    attention_decode_kernel<T, C>(args, plan, shape, workspace, context);
   });
 }
 

@@ -3,6 +3,10 @@
 // are keys and values in a cache, the few are the queries that share them.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "cpu/pack.h"
 
 namespace onepass::cpu {
@@ -77,17 +81,18 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
                                float scale, float* scores) {
   constexpr int64_t kElements = kLanes<float> * M::kPerCell;
   constexpr bool kConverted = !std::is_same_v<T, typename M::Element>;
-  constexpr int kAbreast = kFirst ? std::min(kKeys, kConverted ? 2 : 1) : kKeys;
+  constexpr int kMostAbreast = sizeof(T) == 1 && kRows <= 2 ? 4 : kConverted ? 2 : 1;
+  constexpr int kAbreast = kFirst ? std::min(kKeys, kMostAbreast) : kKeys;
   constexpr int kGroups = (kRows + kParts - 1) / kParts;
-  Vec<float> sum[kGroups][kParts][kScoreKeys];
+  Vec<float> sum[kGroups][kParts][kScoreKeys] = {};  // rows that are missing add zeros
 #pragma GCC unroll 8
   for (int first = 0; first < kKeys; first += kAbreast) {
     Vec<float> part[kRows][kAbreast] = {};
-    const auto step = [&](int64_t d, auto&& load_key) {
+    const auto step = [&](int64_t d, auto&& load_key, bool is_line) {
       typename M::Cells key[kAbreast];
 #pragma GCC unroll 8
       for (int j = 0; j < kAbreast; ++j) key[j] = load_key(keys[first + j] + d);
-      if constexpr (kFirst) {
+      if (kFirst && is_line) {
 #pragma GCC unroll 8
         for (int j = 0; j < kAbreast; ++j) __builtin_prefetch(next[first + j] + d);
       }
@@ -102,12 +107,18 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
         }
       }
     };
+    const auto whole = [](const T* key) { return whole_cells<M>(key); };
+    constexpr int64_t kLine = 64 / int64_t{sizeof(T)};
     int64_t d = 0;
-    for (; d + kElements <= size; d += kElements) {
-      step(d, [](const T* key) { return whole_cells<M>(key); });
+    if constexpr (kFirst && kLine > 2 * kElements) {
+      for (; d + kLine <= size; d += kLine) {
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < kLine; i += kElements) step(d + i, whole, i == 0);
+      }
     }
+    for (; d + kElements <= size; d += kElements) step(d, whole, true);
     if (d < size) {
-      step(d, [&](const T* key) { return partial_cells<M>(key, size - d); });
+      step(d, [&](const T* key) { return partial_cells<M>(key, size - d); }, true);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -115,7 +126,7 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
       for (int j = 0; j < kAbreast; ++j) sum[r / kParts][r % kParts][first + j] = part[r][j];
     }
   }
-  if constexpr (kRows % kParts == 0 && kKeys == 4) {
+  if constexpr (kKeys == 4) {
 #pragma GCC unroll 4
     for (int group = 0; group < kGroups; ++group) {
       float sums[kParts][4];
@@ -124,7 +135,7 @@ ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part) {
         const int r = group * kParts + part;
-        std::memcpy(scores + r * kScoreStride, sums[part], sizeof(sums[part]));
+        if (r < kRows) std::memcpy(scores + r * kScoreStride, sums[part], sizeof(sums[part]));
       }
     }
   } else {
@@ -250,13 +261,47 @@ template <class T>
       };
       row == 0 ? tile.template operator()<true>() : tile.template operator()<false>();
     };
+    // A few rows have too few sums in a tile to hide the latency of an addition.
+    constexpr int64_t kVectors = sizeof(T) == 1 && kRows <= 2 ? 4 : kTileVectors;
     int64_t d = 0;
-    for (; d + kTileVectors * n <= size; d += kTileVectors * n) {
-      add.template operator()<kTileVectors>(d, WholeVector<float>{});
+    for (; d + kVectors * n <= size; d += kVectors * n) {
+      add.template operator()<kVectors>(d, WholeVector<float>{});
     }
     for_each_vector<float>(
         d, size, [&](int64_t column, auto lanes) { add.template operator()<1>(column, lanes); });
   });
+}
+
+// ---- rows of codes of 8 bits
+// ---------------------------------------------------------------------
+
+inline constexpr float kMostCode = 127.0f;
+
+// Returns the scale, as ops/attention_decode.h states it.
+template <class T>
+float quantise_row(const T* from, int64_t size, int8_t* codes) {
+  float largest = 0.0f;
+  bool is_finite = true;
+  for (int64_t d = 0; d < size; ++d) {
+    const float magnitude = std::abs(widen(from[d]));
+    is_finite = is_finite && std::isfinite(magnitude);
+    largest = std::max(largest, magnitude);
+  }
+  const float scale = is_finite ? largest / kMostCode : std::numeric_limits<float>::quiet_NaN();
+  if (!(scale > 0.0f)) {
+    std::fill_n(codes, size, int8_t{0});
+    return scale;
+  }
+  for (int64_t d = 0; d < size; ++d) {
+    // A subnormal scale may be rounded down by so much that its codes are above the limit.
+    const float code = std::nearbyint(widen(from[d]) / scale);
+    codes[d] = static_cast<int8_t>(std::clamp(code, -kMostCode, kMostCode));
+  }
+  return scale;
+}
+
+inline void multiply_each(float* numbers, const float* by, int64_t count) {
+  for (int64_t j = 0; j < count; ++j) numbers[j] *= by[j];
 }
 
 }  // namespace ONEPASS_ISA

@@ -106,19 +106,23 @@ class KeyRows {
     if (pages_ == nullptr) return rows_(row);
     return rows_(row % page_size_) + pages_[row / page_size_] * page_stride_;
   }
-  // list[i] is where row first + i lies. Page by page: a row alone takes a division.
-  void list(int64_t first, int64_t count, const T** list) const {
+  // Calls f(i, where row first + i lies). Page by page: a row alone takes a division.
+  template <class F>
+  void for_each(int64_t first, int64_t count, F&& f) const {
     if (pages_ == nullptr) {
-      for (int64_t i = 0; i < count; ++i) list[i] = rows_(first + i);
+      for (int64_t i = 0; i < count; ++i) f(i, rows_(first + i));
       return;
     }
     for (int64_t i = 0; i < count;) {
       const int64_t page = (first + i) / page_size_;
       const int64_t row = (first + i) % page_size_;
-      const T* at = rows_(row) + pages_[page] * page_stride_;
+      T* at = rows_(row) + pages_[page] * page_stride_;
       const int64_t last = std::min(count, i + page_size_ - row);
-      for (; i < last; ++i, at += rows_.stride()) list[i] = at;
+      for (; i < last; ++i, at += rows_.stride()) f(i, at);
     }
+  }
+  void list(int64_t first, int64_t count, const T** list) const {
+    for_each(first, count, [&](int64_t i, const T* at) { list[i] = at; });
   }
   // The stride between neighbouring rows; 0 if it is not constant.
   int64_t stride() const { return pages_ == nullptr ? rows_.stride() : 0; }

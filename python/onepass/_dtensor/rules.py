@@ -259,6 +259,8 @@ def _attention_decode(given: Given) -> Layout:
     inputs = {"query": query, "k_cache": cache, "v_cache": cache, "key": new, "value": new}
     for name in ("cache_seqlens", "block_table", "cache_batch_idx", "cache_leftpad"):
         inputs[name] = ("batch",)
+    inputs["k_scale"] = inputs["v_scale"] = cache[:3]
+    scales = [name for name in ("k_scale", "v_scale") if name in options]
     if "alibi_slopes" in options:
         inputs["alibi_slopes"] = ("batch", "heads")[-options["alibi_slopes"].dim() :]
     inputs["sinks"] = ("heads",)
@@ -271,7 +273,7 @@ def _attention_decode(given: Given) -> Layout:
         (query, query[:3]),
         choices,
         even=_even(heads, kv_heads),
-        written=frozenset(() if key is None else ("k_cache", "v_cache")),
+        written=frozenset(() if key is None else ("k_cache", "v_cache", *scales)),
     )
 
 

@@ -18,8 +18,9 @@ def _results(query, v_cache, out_bshd):
     return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _results_of_append(query, k_cache, v_cache, out_bshd):
-    require_fixed_offsets("attention_decode_append", k_cache=k_cache, v_cache=v_cache)
+def _results_of_append(query, k_cache, v_cache, k_scale, v_scale, out_bshd):
+    scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    require_fixed_offsets("attention_decode_append", k_cache=k_cache, v_cache=v_cache, **scales)
     return _results(query, v_cache, out_bshd)
 
 
@@ -38,10 +39,11 @@ def attention_decode(
     options: dict[str, object],
 ) -> tuple[Tensor, Tensor]:
     """(output, lse) of a raw op with the keywords `options`. With a key it is the op that appends:
-    key and value are written into the caches.
+    key and value are written into the caches, and their scales into `k_scale` and `v_scale`.
     """
     if key is None:
         return _decode.op(query, k_cache, v_cache, **options)
     results = _append(query, k_cache, v_cache, key, value, **options)
-    count_change(k_cache, v_cache)
+    scales = [options[name] for name in ("k_scale", "v_scale") if name in options]
+    count_change(k_cache, v_cache, *scales)
     return results

@@ -37,6 +37,8 @@ def attention_with_kv_cache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,9 +70,9 @@ def attention_with_kv_cache(
             faster through `scaled_dot_product_attention`).
         k_cache: shape (caches, kv_heads, max_seq, head_dim), where caches is batch unless
             cache_batch_idx is given; with block_table (pages, page_size, kv_heads, head_dim).
-            query's dtype. Any strides with a dense last dimension; others are copied, and cannot
-            be written. `torch.compile` does not copy caches that are written, unless both are
-            views of one tensor and inputs of the compiled function.
+            query's dtype, or int8 with k_scale. Any strides with a dense last dimension; others are
+            copied, and cannot be written. `torch.compile` does not copy caches that are written,
+            unless both are views of one tensor and inputs of the compiled function.
         v_cache: likewise, of value_dim, which may differ from head_dim; both are at most 512. The
             caches must not overlap where they are written.
         key: shape (batch, kv_heads, new_rows, head_dim), query's dtype: keys to be written. Any
@@ -99,6 +101,11 @@ def attention_with_kv_cache(
         window_size: (left, right): a query sees keys from position - left to position + right;
             -1 is no limit. Keys that no query of a sequence sees are not read.
         softcap, alibi_slopes, sinks: as in `scaled_dot_product_attention`, without gradients.
+        k_scale, v_scale: the caches hold codes of 8 bits, and a row of theirs is its scale times
+            its codes, -127 to 127. Float32, of the caches' shapes without the last dimension, any
+            strides. A new row, rotated and in query's dtype, is written with the scale largest
+            magnitude / 127 and codes row / scale, rounded to nearest even; a row with NaN or Inf
+            reads as NaN. Codes are multiplied in float32, exactly. On CPU alone.
         num_splits: flash-attn's argument, ignored: the splits of the keys depend on a sequence's
             length, head_dim and dtype alone, so no result depends on the rest of the batch.
         return_lse: also return the logarithm of the softmax's denominator, which
@@ -109,7 +116,8 @@ def attention_with_kv_cache(
         heads and seq_q in memory. With return_lse a pair of it and the log-sum-exp of the scores,
         sinks included: (batch, heads, seq_q), float32, natural logarithm. A query without a key has
         output 0 and log-sum-exp -inf (the sink, where there is one). Under autocast query, key and
-        value are cast to the caches' dtype; caches never are.
+        value are cast to the caches' dtype (key and value to query's, beside codes); caches never
+        are.
 
     Raises:
         RuntimeError: a shape, dtype, device, length, page number or position does not fit; a cache
@@ -140,19 +148,21 @@ def attention_with_kv_cache(
         if key is None or value is None:
             _check_no_key(op, key=key, value=value, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
         if is_differentiated(
-            query, key, value, k_cache, v_cache, alibi_slopes, sinks, rotary_cos, rotary_sin
-        ):
+            query, key, value, k_cache, v_cache, alibi_slopes, sinks, rotary_cos, rotary_sin,
+            k_scale, v_scale,
+        ):  # fmt: skip
             _check_no_gradient(
                 op, query=query, key=key, value=value, k_cache=k_cache, v_cache=v_cache,
                 alibi_slopes=alibi_slopes, sinks=sinks, rotary_cos=rotary_cos,
-                rotary_sin=rotary_sin,
+                rotary_sin=rotary_sin, k_scale=k_scale, v_scale=v_scale,
             )  # fmt: skip
         if isinstance(cache_seqlens, float):
             raise TypeError(
                 f"{op}: cache_seqlens must be a tensor or a whole number, got {cache_seqlens}"
             )
         if _is_autocast(query):
-            query, key, value = _cast(k_cache.dtype, query, key, value)
+            dtype = k_cache.dtype if k_scale is None else query.dtype
+            query, key, value = _cast(dtype, query, key, value)
         window = (left, 0 if is_causal else right)
         options = score_options(
             query, scale, window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
@@ -167,6 +177,10 @@ def attention_with_kv_cache(
             options["cache_batch_idx"] = cache_batch_idx
         if cache_leftpad is not None:
             options["cache_leftpad"] = cache_leftpad
+        if k_scale is not None:
+            options["k_scale"] = k_scale
+        if v_scale is not None:
+            options["v_scale"] = v_scale
         if rotary_cos is not None:
             options["rotary_cos"] = rotary_cos
         if rotary_sin is not None:

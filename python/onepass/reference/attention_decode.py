@@ -24,6 +24,8 @@ def attention_decode(
     rotary_interleaved: bool = True,
     window_left: int = -1,
     window_right: int = -1,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor]:
     """(output, lse) of query (batch, heads, seq_q, head_dim), its last row at the last key.
@@ -33,6 +35,8 @@ def attention_decode(
             with `block_table`; written if `key` is given.
         key, value: (batch, kv_heads, new_rows, dim), for the rows from `cache_seqlens` on.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2).
+        k_scale, v_scale: of caches that hold codes of 8 bits; their shapes without the last
+            dimension.
         options: those of the scores, as of attention.
     """
     batch, heads, seq_q, _ = query.shape
@@ -50,8 +54,11 @@ def attention_decode(
     new_rows = 0 if key is None else key.shape[2]
     for b, length in enumerate(lengths if new_rows else ()):
         where = rows(k_cache, b, length, length + new_rows, block_table, cache_batch_idx)
-        for cache, new in ((k_cache, key[b]), (v_cache, value[b])):
-            cache[where] = new if block_table is None else new.transpose(0, 1)
+        for cache, scale, new in ((k_cache, k_scale, key[b]), (v_cache, v_scale, value[b])):
+            new = new if block_table is None else new.transpose(0, 1)
+            if scale is not None:
+                new, scale[where] = quantize_rows(new)
+            cache[where] = new
 
     output = query.new_empty(batch, heads, seq_q, v_cache.shape[-1])
     lse = query.new_empty(batch, heads, seq_q)
@@ -60,6 +67,9 @@ def attention_decode(
         first = 0 if cache_leftpad is None else int(cache_leftpad[b])
         where = rows(k_cache, b, first, total, block_table, cache_batch_idx)
         k, v = k_cache[where], v_cache[where]
+        if k_scale is not None:
+            k, v = (c.to(query.dtype) * s[where].to(query.dtype)[..., None]
+                    for c, s in ((k, k_scale), (v, v_scale)))  # fmt: skip
         if block_table is not None:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         output[b : b + 1], lse[b : b + 1] = attention(
@@ -67,6 +77,18 @@ def attention_decode(
             bottom_right=True, sequence=b, **options,
         )  # fmt: skip
     return output, lse
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of 8 bits of rows (..., dim) and their scales (...), so that x is about scale * codes.
+
+    A row with NaN or Inf has codes 0 and the scale NaN.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    scale = torch.where(x.isfinite().all(-1), scale, torch.nan)
+    codes = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0)
+    return codes.round().clamp(-127, 127).to(torch.int8), scale
 
 
 def rows(

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from onepass import functional
+from onepass.reference.attention_decode import quantize_rows
 from tests.support.calls.call import RAW, Call, flat, ints, public, randn, raw
 
 BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 5, 7, 8
@@ -151,8 +152,16 @@ def _decoding():
         own["v_cache"] = randn(PAGES, PAGE, KV_HEADS, DIM, seed=1)
         return own | {"block_table": ints([1, 4], [0, 2])}
 
+    def coded(new=True):
+        own = cached(new)
+        for name in ("k", "v"):
+            codes, scale = quantize_rows(own[f"{name}_cache"])
+            own |= {f"{name}_cache": codes, f"{name}_scale": scale}
+        return own
+
     optional = ("cache_seqlens", "block_table", *extras(), *rotary())
     caches = ("k_cache", "v_cache")
+    scaled = {"written": (*caches, "k_scale", "v_scale")}
 
     def with_rotary():
         return cached() | rotary()
@@ -161,11 +170,14 @@ def _decoding():
     of = {"written": caches, "optional": (*optional, "key", "value"), **lse}
     yield public(name, with_rotary, **of)
     yield public(name, paged, " paged", **of)
+    yield public(name, coded, " codes", **of | scaled)
     yield public(name, lambda: cached(False), " reading", optional=optional, **lse)
 
     of = {"scale": 0.3, "optional": optional}
     yield from raw("attention_decode", lambda: cached(False), **of)
     yield from raw("attention_decode", lambda: paged(False), " paged", **of)
+    yield from raw("attention_decode", lambda: coded(False), " codes", **of)
+    yield from raw("attention_decode_append", coded, " codes", **of | scaled)
     yield from raw("attention_decode_append", with_rotary, written=caches, **of)
     yield from raw("attention_decode_append", paged, " paged", written=caches, **of)
 

@@ -11,6 +11,7 @@ from tests.support.seeds import set_seed
 
 F32 = torch.float32
 RAW = torch.ops.onepass
+FLOAT32 = ("alibi_slopes", "k_scale", "v_scale")  # arguments that are always
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Call:
     grows: dict[str, tuple[int, ...]] | None = None  # dimensions of any size; None: of rows, 0
 
     def typed(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors in another dtype; slopes are float32 always, and constants unless all are
-        float64."""
+        """The tensors in another dtype, but those that are float32 always, and constants unless all
+        are float64."""
         found = self.tensors()
         for name, tensor in found.items():
             narrow = name in self.constant and dtype != torch.float64
-            if tensor.is_floating_point() and name != "alibi_slopes" and not narrow:
+            if tensor.is_floating_point() and name not in FLOAT32 and not narrow:
                 found[name] = tensor.to(dtype)
         return found
 

@@ -30,6 +30,7 @@ transformers allows continuous batching, and the Trainer context parallelism, on
 names, and its errors say so.
 
     attention.py  the registered functions: the masks and the attention
+    cache.py      a KV cache of 8 bits: Int8Cache
     models.py     attach, detach, and the parts of swap and unswap for these models
     ring.py       ring attention: register_ring
     losses.py     losses on onepass's cross entropy; lazy_logits.py those without their logits
@@ -57,6 +58,7 @@ if not hasattr(_transformers, "AttentionMaskInterface"):
     )
 
 from onepass.integrations.transformers.attention import NAME, register
+from onepass.integrations.transformers.cache import Int8Cache
 from onepass.integrations.transformers.kernels import register_kernels
 from onepass.integrations.transformers.models import Attachment, attach, detach
 from onepass.integrations.transformers.ring import register_ring
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attachment",
+    "Int8Cache",
     "NAME",
     "SwapCallback",
     "attach",

@@ -13,6 +13,7 @@ from onepass._policy.precision import precision_of
 from onepass.functional._internal import masked_attention
 from onepass.functional.attention import _is_autocast, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache
+from onepass.integrations.transformers.cache import Int8Rows
 from onepass.swapping.redirection import attend_visibly
 
 NAME = "onepass"
@@ -149,8 +150,13 @@ def attention_forward(
     if plain and _is_for_cache(query, key, value, s_aux):
         filled = _filled(attention_mask, query.shape[0], seq_q, key.shape[2])
         if filled is not None:
+            if isinstance(key, Int8Rows):
+                options.update(k_scale=key.scale, v_scale=value.scale)
+                key, value = key.codes, value.codes
             output = attention_with_kv_cache(query, key, value, scale=scaling, **filled, **options)
             return output.transpose(1, 2).contiguous(), None
+    if isinstance(key, Int8Rows):
+        key, value = key.numbers(), value.numbers()
     options["deterministic"] = bool(deterministic)
     options["precision"] = precision_of(module)
     if position_bias is not None:

@@ -18,12 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass import functional
 from onepass.reference.attention_decode import attention_decode as reference
+from onepass.reference.attention_decode import quantize_rows
 from onepass.tools.bench.attention_cuda import BACKENDS
 from onepass.tools.bench.attention_parts import FILL
 from onepass.tools.bench.case import Case, Operator
 
 # (batch, heads, kv_heads, seq_q, keys, head_dim)
 LONG = (1, 8, 2, 1, 8192, 128)
+UNGROUPED = (1, 8, 8, 1, 8192, 128)
 MULTI_HEAD = (1, 12, 12, 1, 1024, 64)
 SEVERAL = (1, 8, 2, 8, 8192, 128)  # drafted tokens, checked at once
 RAGGED = (16, 8, 2, 1, 4096, 128)
@@ -31,6 +33,7 @@ OVERHEAD = (1, 2, 2, 1, 16, 8)
 QUICK = (2, 4, 2, 1, 96, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZE = 16
+SCALE_BYTES = 4  # of a row of a cache of 8 bits
 
 # On CUDA: heads of 128, except where another number is the point.
 CUDA_LONG = (1, 32, 8, 1, 32768, 128)
@@ -62,6 +65,8 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         yield _case("append", LONG, dtype, quick, operator=_append)
         yield _case(f"pages-{PAGE_SIZE}", LONG, dtype, quick, operator=_paged)
         yield _ragged_case(dtype, quick)
+    for shape in (LONG, UNGROUPED):
+        yield _coded_case(shape, quick)
     yield _overhead_case()
 
 
@@ -136,6 +141,22 @@ def _ragged_case(dtype: torch.dtype, quick: bool, device: str = "cpu") -> Case:
     )
 
 
+def _coded_case(shape: Shape, quick: bool) -> Case:
+    """A cache of 8 bits, against one of bfloat16: both ours and torch's."""
+    shape, dtype = QUICK if quick else shape, torch.bfloat16
+    rows = 2 * shape[0] * shape[2] * shape[4]
+    return Case(
+        _name("codes", shape, dtype),
+        _coded(),
+        partial(_coded_tensors, shape, dtype),
+        False,
+        None,
+        cold=not quick,
+        compiles=False,
+        reads=rows * (shape[5] + SCALE_BYTES),
+    )
+
+
 def _memory(shape: Shape, dtype: torch.dtype, lengths: Sequence[int], device: str) -> dict:
     """The baseline of a case, and how it is called."""
     read = _bytes(shape, dtype, lengths)
@@ -207,6 +228,28 @@ def _read_on_cuda(shape: Shape) -> Operator:
 
     optional = {name: through(backend) for name, backend in BACKENDS.items()} | read.others
     return Operator(read.ours, read.stock, read.formula, read.base, optional=optional)
+
+
+def _coded() -> Operator:
+    attend = functional.attention_with_kv_cache
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, *coded: Tensor) -> tuple[Tensor, ...]:
+        k_codes, k_scale, v_codes, v_scale = coded
+        return (attend(q, k_codes, v_codes, k_scale=k_scale, v_scale=v_scale),)
+
+    def numbers(dtype: torch.dtype, codes: Tensor, scale: Tensor) -> Tensor:
+        return (codes * scale[..., None]).to(dtype)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, *coded: Tensor) -> tuple[Tensor, ...]:
+        return _formula(q, coded[0], coded[2], k_scale=coded[1], v_scale=coded[3])
+
+    return Operator(
+        ours,
+        lambda q, k, v, *_: _stock(q, k, v),
+        formula,
+        base=lambda q, k, v, *c: _stock(q, numbers(q.dtype, *c[:2]), numbers(q.dtype, *c[2:])),
+        others={"ours, bfloat16": lambda q, k, v, *_: (attend(q, k, v),)},
+    )
 
 
 def _append(shape: Shape) -> Operator:
@@ -291,6 +334,12 @@ def _tensors(
     new = [(batch, kv_heads, new_rows, head_dim)] * 2 if new_rows else []
     sizes = [(batch, heads, seq_q, head_dim), *caches, *new]
     return [torch.randn(size, device=device).to(dtype) for size in sizes]
+
+
+def _coded_tensors(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """query, the caches, and the codes and scales of each."""
+    query, *caches = _tensors(shape, dtype)
+    return [query, *caches, *(tensor for cache in caches for tensor in quantize_rows(cache))]
 
 
 def _bytes(shape: Shape, dtype: torch.dtype, lengths: Sequence[int]) -> int:
