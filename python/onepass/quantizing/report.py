@@ -6,7 +6,7 @@ import contextlib
 import html
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onepass import _batch, numerics
 from onepass.nn.quantized_linear import QuantizedLinear
@@ -209,13 +209,21 @@ def _comparison(layer: QuantizedLinear, input, output) -> numerics.Comparison:
     weight = layer.dequantized(torch.float64)
     bias = None if layer.bias is None else layer.bias.detach()
     if layer.activations is not None:
-        input = quantize_rows(input.float())
+        input = _quantized_rows(input.float(), layer.outlier_columns)
     wide = None if bias is None else bias.double()
     ref = nn.functional.linear(input.double(), weight, wide)
     base = nn.functional.linear(
         *(None if x is None else x.to(input.dtype) for x in (input, weight, bias))
     )
     return numerics.compare(output, ref, base.to(output.dtype))
+
+
+def _quantized_rows(input: Tensor, outlier_columns: Tensor | None) -> Tensor:
+    if outlier_columns is None:
+        return quantize_rows(input)
+    columns = outlier_columns.long()
+    quantized = quantize_rows(input.index_fill(-1, columns, 0))
+    return quantized.index_copy(-1, columns, input.index_select(-1, columns))
 
 
 def _size(count: int) -> str:

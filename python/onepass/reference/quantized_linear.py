@@ -228,6 +228,41 @@ def dequantize(
     return weight.flatten(1)
 
 
+def in_features_order(
+    weight: Tensor,
+    input_order: Tensor | None = None,
+    outlier_columns: Tensor | None = None,
+    outliers: Tensor | None = None,
+) -> Tensor:
+    """The weight by features of the input, from one whose column i is feature input_order[i], and
+    whose `outlier_columns` are given."""
+    if input_order is not None:
+        weight = torch.empty_like(weight).index_copy_(1, input_order.long(), weight)
+    if outlier_columns is not None:
+        weight = weight.index_copy(1, outlier_columns.long(), outliers.to(weight.dtype))
+    return weight
+
+
+def scales_of_codes(
+    codes: Tensor, codebook: Tensor, scales: Tensor, offset: Tensor | float, block: int = 256
+) -> Tensor:
+    """The float32 scales of doubly quantised ones (QLoRA): ``codebook[code] * scale + offset``.
+
+    Args:
+        codes: uint8, of any shape; bitsandbytes: `quant_state.absmax`.
+        codebook: (256,); `quant_state.state2.code`.
+        scales: one for each `block` codes that follow each other; `quant_state.state2.absmax`.
+        offset: `quant_state.offset`.
+
+    Returns:
+        Tensor of codes' shape. bitsandbytes' are those of groups in the order of the weight's
+        elements: ``scales.view(out_features, -1).t()`` are (groups, out_features).
+    """
+    numbers = codebook.float()[codes.flatten().int()]
+    of_each = scales.float().repeat_interleave(block)[: numbers.numel()]
+    return (numbers * of_each + offset).view(codes.shape)
+
+
 def quantized_linear(
     input: Tensor,
     codes: Tensor,
