@@ -351,7 +351,7 @@ def _places(found: list[Found]) -> _Places:
 
 
 def _put(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
-    """In all places, or in none after an interrupt."""
+    """Puts a layer in all places, or in none after an interrupt."""
     before = [parent._modules[name] for parent, name in places]
     try:
         for parent, name in places:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass import _batch, numerics
-from onepass.estimating.result import readable
 from onepass.nn.quantized_linear import QuantizedLinear
 from onepass.reference.products import quantize_rows
-from onepass.swapping.texts import groups_of, html_list, html_row, listed, rows, table
+from onepass.swapping.texts import groups_of, html_list, html_row, listed, readable, rows, table
 from onepass.swapping.walk import Found
 
 _ROWS = 256  # of a layer's input that are verified
