@@ -312,6 +312,22 @@ def shares(function: Callable[[], object]) -> dict[str, float]:
     return {part: time / total for part, time in times.items()}
 
 
+def amdahl(decoding: dict) -> dict[str, dict[str, float]]:
+    """The gain of each quantised way's linear layers over onepass's, the tokens/s which that allows
+    where the rest of a token takes as long as onepass's, and the part of them that is reached."""
+    found, tokens = {}, decoding["sequences"] * decoding["rows"]
+    plain, shares = decoding["onepass_ms"], decoding["shares"]
+    linear = {name: of["linear layers"] * decoding[f"{name}_ms"] for name, of in shares.items()}
+    for name in QUANTIZED:
+        least = plain - linear["onepass"] + linear[name]
+        found[name] = {
+            "gain": linear["onepass"] / linear[name],
+            "allowed": 1e3 * tokens / least,
+            "reached": least / decoding[f"{name}_ms"],
+        }
+    return found
+
+
 def as_text(tokens: Tensor) -> str:
     return bytes(tokens.tolist()).decode(errors="replace")
 
@@ -420,12 +436,15 @@ def main(arguments: list[str] | None = None) -> int:
         f"{large.block} rows, as initialised."
     )
     decoding = found["large"]["decode"]
-    linear = {n: of["linear layers"] * decoding[f"{n}_ms"] for n, of in decoding["shares"].items()}
+    decoding["amdahl"] = amdahl(decoding)
     for name, parts in decoding["shares"].items():
         listed = ", ".join(f"{part} {share:.0%}" for part, share in parts.items())
-        faster = linear["onepass"] / linear[name]
-        more = f"; linear layers {faster:.2f} times as fast as onepass's" * (name in QUANTIZED)
-        print(f"A token of the large GPT by {name}: {listed}{more}.")
+        print(f"A token of the large GPT by {name}: {listed}.")
+    for name, of in decoding["amdahl"].items():
+        print(
+            f"Amdahl, {name}: linear layers {of['gain']:.2f} times as fast as onepass's, so at "
+            f"most {of['allowed']:,.0f} tokens/s; {of['reached']:.0%} of that is reached."
+        )
     held_out = held_out_batch(text, small.block, 8 if args.quick else 64)
     found["perplexity"] = perplexities(comparisons[0], *held_out)
     listed = ", ".join(f"{name} {value:.4g}" for name, value in found["perplexity"].items())

@@ -6,13 +6,12 @@
 #include <cstdint>
 
 #include "core/backend.h"
+#include "core/math.h"
 #include "cpu/pack.h"
 #include "cpu/parallel.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
-
-inline int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // Hands out 64-byte aligned pieces of a workspace; over null it only adds up their sizes.
 class Arena {

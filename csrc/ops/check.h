@@ -51,6 +51,13 @@ inline int64_t product(const char* op, const char* name, int64_t a, int64_t b) {
   return result;
 }
 
+// The product of the first `dims` sizes.
+inline int64_t product(const char* op, const char* name, const TensorInfo& info, int64_t dims) {
+  int64_t result = 1;
+  for (int64_t d = 0; d < dims; ++d) result = product(op, name, result, info.sizes[d]);
+  return result;
+}
+
 inline DType require_dtype(const char* op, const char* name, int32_t scalar_type) {
   const std::optional<DType> dtype = dtype_of(scalar_type);
   require(dtype.has_value(), op, ": ", name,

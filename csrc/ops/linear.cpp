@@ -86,13 +86,6 @@ void set_factors(LinearProduct& args, int64_t mask, int64_t quantized) {
   args.quantizes_factors = (mask & quantized) != 0;
 }
 
-// The product of the first `dims` sizes.
-int64_t rows_of(const char* op, const char* name, const TensorInfo& info, int64_t dims) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d < dims; ++d) rows = product(op, name, rows, info.sizes[d]);
-  return rows;
-}
-
 struct CheckedForward {
   TensorInfo input;
   DType input_dtype{};
@@ -124,7 +117,7 @@ CheckedForward check_forward(const LinearOptions& options, const Tensor& input) 
   call.bias_dtype = checked.tensor("bias", bias, Shape(&call.out_features, 1));
   call.output_dtype = checked.dtype("out_dtype", out_dtype, call.input_dtype);
   require_choice(kOp, "factor_mask", factor_mask, 0, kAllFactorBits);
-  call.rows = rows_of(kOp, "input", shape, shape.dims - 1);
+  call.rows = product(kOp, "input", shape, shape.dims - 1);
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
   call.sizes.back() = call.out_features;
   return call;
@@ -205,7 +198,7 @@ Checked<EpilogueBackward> check_epilogue_backward(const EpilogueBackwardOptions&
   checked.dropout("dropout_p", options.dropout_p, options.seed);
   args.dropout_p = options.dropout_p;
   args.dpreactivation_dtype = checked.dtype("out_dtype", options.out_dtype, args.doutput_dtype);
-  args.numel = rows_of(op, "doutput", shape, shape.dims);
+  args.numel = product(op, "doutput", shape, shape.dims);
   return call;
 }
 
@@ -245,7 +238,7 @@ CheckedBackward check_backward(const LinearBackwardOptions& options, const Tenso
   require(shape.dims >= 1, kBackward, ": doutput must have at least one dimension, got ()");
   call.doutput_dtype = checked.first_dtype();
   call.out_features = shape.sizes[shape.dims - 1];
-  call.rows = rows_of(kBackward, "doutput", shape, shape.dims - 1);
+  call.rows = product(kBackward, "doutput", shape, shape.dims - 1);
   require(weight.has_value() || !input_dtype, kBackward,
           ": weight must be given for the gradient of input, got none");
   require(input.has_value() || !weight_dtype, kBackward,

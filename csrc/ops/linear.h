@@ -70,8 +70,8 @@ struct LinearProduct {
   // For kWeight: output and left_sums already hold sums, in the dtype of sums, and the product is
   // added to them.
   bool accumulate{};
-  // The right factor instead of `right`, for kForward as its transpose, for kInput as it is. Its
-  // numbers are taken in left's dtype.
+  // A quantised weight, or none. It is the right factor, and `right` has no memory: its transpose
+  // for kForward, itself for kInput. Its numbers are converted to left's dtype.
   QuantizedWeight quantized{};
 };
 

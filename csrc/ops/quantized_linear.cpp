@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "core/math.h"
 #include "ops/library.h"
 #include "ops/linear_product.h"
 #include "ops/runtime.h"
@@ -46,8 +47,6 @@ ONEPASS_DEFINE_OPTIONS(QuantizedLinearBackwardOptions, ONEPASS_QUANTIZED_LINEAR_
 constexpr const char* kOp = "quantized_linear";
 constexpr const char* kBackward = "quantized_linear_backward";
 constexpr int64_t kGroupStep = 8;
-
-int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // The weight without its memory.
 template <class Options>
@@ -113,10 +112,7 @@ CheckedForward check_forward(const QuantizedLinearOptions& options, const Tensor
           kOp, ": quantize_input must be False unless int8 codes have one scale for each row, got ",
           name_of(call.weight.format), " in groups of ", call.weight.group);
   call.bias_dtype = checked.tensor("bias", options.bias, Shape(&call.out_features, 1));
-  call.rows = 1;
-  for (int64_t d = 0; d + 1 < shape.dims; ++d) {
-    call.rows = product(kOp, "input", call.rows, shape.sizes[d]);
-  }
+  call.rows = product(kOp, "input", shape, shape.dims - 1);
   call.sizes.assign(shape.sizes, shape.sizes + shape.dims);
   call.sizes.back() = call.out_features;
   call.output_dtype = checked.tensor("residual", options.residual, call.sizes, call.input_dtype);
@@ -168,10 +164,7 @@ CheckedBackward check_backward(const QuantizedLinearBackwardOptions& options,
   require(shape.dims >= 1 && shape.sizes[shape.dims - 1] == call.out_features, kBackward,
           ": doutput must have a last dimension of ", call.out_features,
           ", the scales' out_features, got shape ", shape);
-  call.rows = 1;
-  for (int64_t d = 0; d + 1 < shape.dims; ++d) {
-    call.rows = product(kBackward, "doutput", call.rows, shape.sizes[d]);
-  }
+  call.rows = product(kBackward, "doutput", shape, shape.dims - 1);
   call.input_dtype = checked.dtype("input_dtype", options.input_dtype, call.doutput_dtype);
   call.bias_dtype = checked.dtype("bias_dtype", options.bias_dtype, call.doutput_dtype);
   return call;

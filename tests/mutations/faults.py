@@ -99,7 +99,7 @@ FAULTS = [
         ("weight_codes.h", "words << (32 - kBits - kBits * i)", "words"),
         ("codes_by_codes.cpp", "halves[i + j / 2 + j % 2 * 2]", "halves[i + j]"),
         ("codes_by_codes.cpp", "if (std::isnan(strip.left_scales[i]))", "if (false)"),
-        ("codes_by_codes.cpp", "(columns - 1) / n * n", "0"),
+        ("weight_codes.h", "(columns - 1) / n * n", "0"),
     ),
     *_of(
         "csrc/cpu/",

@@ -1,5 +1,7 @@
 """Values and gradients of quantised linear layers, by the numerics rule; packing and codes."""
 
+import math
+
 import pytest
 import torch
 
@@ -151,6 +153,29 @@ def test_each_code_is_the_nearest(layout):
         assert (distance <= (other - weight).abs() + 1e-6).all()
     expected = float((near - weight).norm() / weight.norm())
     assert abs(error - expected) <= 1e-4 * expected
+
+
+@pytest.mark.parametrize("format", [Format.NF4, Format.MXFP4], ids=lambda format: format.name)
+def test_codes_of_middles_between_values(format):
+    """And of their neighbours: a code is the number of middles below, of mxfp4 by magnitude."""
+    values = reference.values_of(format).unique()
+    middles = (values[1:] + values[:-1]) / 2
+    most = float(values.max())
+    numbers = torch.cat([middles, values, torch.linspace(-most, most, 1001)])
+    ends = (torch.tensor(math.inf), torch.tensor(-math.inf))
+    numbers = torch.cat([numbers, *(torch.nextafter(numbers, end) for end in ends)])
+    numbers = numbers[numbers.abs() <= most].split(62)
+    weight = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
+    weight = torch.nn.functional.pad(weight, (0, 64 - weight.shape[1]))
+    weight[:, 62], weight[:, 63] = most, -most  # the scale is 1
+    own, _ = reference.quantize(weight, format, 64, F32)
+    assert torch.equal(own.scales, torch.ones_like(own.scales))
+    if format is Format.NF4:
+        expected = (weight[..., None] > middles).sum(-1)
+    else:
+        expected = (weight[..., None].abs() > middles[middles > 0]).sum(-1) + 8 * (weight < 0)
+    codes = reference.unpack(own.codes, format, *weight.shape)
+    assert torch.equal(codes.long(), expected)
 
 
 def codes_of(format):

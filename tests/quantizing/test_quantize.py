@@ -361,6 +361,38 @@ def test_an_interrupt_leaves_a_model_that_works(monkeypatch):
     torch.testing.assert_close(own(X), expected, rtol=0.05, atol=0.05)
 
 
+def test_an_interrupt_between_two_names_of_a_layer():
+    """It is quantised under both or under none."""
+
+    class Interrupted(dict):
+        def __setitem__(self, name, layer):
+            if type(layer) is QuantizedLinear:
+                raise KeyboardInterrupt
+            super().__setitem__(name, layer)
+
+    own = model()
+    shared = own.again
+    own._modules = Interrupted(own._modules)  # which has the second name
+    with pytest.raises(KeyboardInterrupt):
+        onepass.quantize(own, "int8", include="blocks.1")
+    assert own.blocks[1] is own.again is shared
+
+
+def test_attributes_and_hooks_are_kept():
+    own, calls = model(), []
+    own.again.role = "shared"
+    onepass.quantize(own, "int4")
+    assert own.again.role == "shared"
+    handle = own.again.register_forward_hook(lambda *_: calls.append(1))
+    onepass.dequantize(own)
+    assert own.again.role == "shared" and not hasattr(own.again, "group_size")
+    own(X)
+    assert len(calls) == 2
+    handle.remove()
+    own(X)
+    assert len(calls) == 2
+
+
 def test_what_else_is_refused():
     with pytest.raises(TypeError, match="^quantize: include must hold globs, got int$"):
         onepass.quantize(model(), "int8", include=3)

@@ -266,5 +266,14 @@ void pack_lines_across(const float* from, int64_t step, int64_t count, int64_t a
   for (int64_t g = 0; g < groups; ++g) to[g].set_starts();
 }
 
+// Calls f<Bytes>() if the CPU multiplies bytes, else f<Halves>().
+template <class Bytes, class Halves, class F>
+decltype(auto) visit_bytes(bool multiplies_bytes, F&& f) {
+  if constexpr (kMayMultiplyBytes) {
+    if (multiplies_bytes) return f.template operator()<Bytes>();
+  }
+  return f.template operator()<Halves>();
+}
+
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu

@@ -41,7 +41,7 @@ struct Layout {
 // without a sign there: the sums of a column begin at -128 times the sum of its codes.
 struct ByteWords {
   static constexpr int64_t kBytes = 1;  // of a code
-  static constexpr int kTotals = 1;
+  static constexpr bool kNeedsCodeSums = true;
 
   ONEPASS_INLINE static void put(const SignedWords (&codes)[4], char* to) {
     const Bytes bytes = saturate_to_bytes<true>(codes) ^ 0x80;
@@ -67,7 +67,7 @@ struct ByteWords {
 // in a word, then the second and fourth.
 struct HalfWords {
   static constexpr int64_t kBytes = 2;
-  static constexpr int kTotals = 0;
+  static constexpr bool kNeedsCodeSums = false;
 
   ONEPASS_INLINE static void put(const SignedWords (&codes)[4], char* to) {
     constexpr int n = kLanes<float>;
@@ -178,12 +178,8 @@ class CodesByCodes {
                                                int64_t columns) const {
     constexpr int kVectors = kWordVectors<kRows>;
     constexpr int64_t n = kLanes<float>;
-    const uint32_t* words[kVectors];  // those beyond the last are computed, and not stored
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t col = begin + j + std::min<int64_t>(v * n, (columns - 1) / n * n);
-      words[v] = weight_.words + col / kPanelColumns * weight_.words_of_k * kPanelColumns +
-                 col % kPanelColumns;
-    }
+    const uint32_t* words[kVectors];
+    set_words(weight_, begin + j, columns, words);
     SignedWords sum[kRows][kVectors] = {}, total[kVectors] = {};
     const char* left = strip.left;
     for (int64_t word = 0; word < weight_.words_of_k; ++word) {
@@ -193,7 +189,7 @@ class CodesByCodes {
         std::memcpy(&four, words[v], sizeof(four));
         if (kRows <= 4) __builtin_prefetch(words[v] + kAhead, 0, 2);
         words[v] += kPanelColumns;
-        if constexpr (M::kTotals) M::add_total(four, total[v]);
+        if constexpr (M::kNeedsCodeSums) M::add_total(four, total[v]);
         M::template multiply_add<kRows>(left, layout_.left_row, four, &sum[0][v], kVectors);
       }
       left += kCodesPerWord * M::kBytes;
@@ -205,7 +201,7 @@ class CodesByCodes {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         WordBits whole = (WordBits)sum[r][v];
-        if constexpr (M::kTotals) whole += M::start(total[v]);
+        if constexpr (M::kNeedsCodeSums) whole += M::start(total[v]);
         const Vec<float> other = broadcast<float>(strip.left_scales[r]);
         const Vec<float> number = __builtin_convertvector((SignedWords)whole, Vec<float>) *
                                   smaller(other, scale) * larger(other, scale);
@@ -253,17 +249,9 @@ class CodesByCodes {
   float* left_scales_;
 };
 
-template <class F>
-decltype(auto) visit_words(bool bytes, F&& f) {
-  if constexpr (kMayMultiplyBytes) {
-    if (bytes) return f.template operator()<ByteWords>();
-  }
-  return f.template operator()<HalfWords>();
-}
-
 Plan plan_codes_by_codes(const LinearProduct& args, const Machine& machine, Layout& layout) {
   layout.has_byte_products = kMayMultiplyBytes && machine.multiplies_bytes;
-  return visit_words(layout.has_byte_products, [&]<class M>() -> Plan {
+  return visit_bytes<ByteWords, HalfWords>(layout.has_byte_products, [&]<class M>() -> Plan {
     layout.sums = place_of_sums(args, sizeof(float));
     layout.finish = has_finish(args, layout.sums);
     const int64_t pieces = ceil_div(args.cols, kPieceColumns);
@@ -297,7 +285,7 @@ Plan plan_codes_by_codes(const LinearProduct& args, const Machine& machine, Layo
 
 void run_codes_by_codes(const LinearProduct& args, const Plan& plan, const Layout& layout,
                         void* workspace, const Context& context) {
-  visit_words(layout.has_byte_products, [&]<class M>() {
+  visit_bytes<ByteWords, HalfWords>(layout.has_byte_products, [&]<class M>() {
     const CodesByCodes<M> product(args, layout, workspace);
     for_each_piece_in_order(context, plan.threads, args.rows,
                             [&](int64_t row, int64_t slot) { product.quantize_row(row, slot); });

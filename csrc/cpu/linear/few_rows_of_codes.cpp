@@ -42,12 +42,8 @@ template <class M, Codes kCodes, int kRows, int kVectors>
   constexpr int64_t kAhead = 32 * kPanelColumns;  // words
   const QuantizedWeight& weight = call.weight;
   const W codes(weight.format);
-  const uint32_t* words[kVectors];  // those beyond the last are computed, and not stored
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t at = col + std::min<int64_t>(v * n, (columns - 1) / n * n);
-    words[v] =
-        weight.words + at / kPanelColumns * weight.words_of_k * kPanelColumns + at % kPanelColumns;
-  }
+  const uint32_t* words[kVectors];
+  set_words(weight, col, columns, words);
   const auto scales_at = [&](const void* scales, int64_t group, int v) {
     const int64_t at = group * call.cols + col + v * n, left = columns - v * n;
     if (left >= n) return load_scales(scales, weight.scales_dtype, at, WholeVector<float>{});

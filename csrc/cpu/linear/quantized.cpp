@@ -300,17 +300,9 @@ class Quantized {
   int32_t* starts_;
 };
 
-template <class F>
-decltype(auto) visit_codes(bool bytes, F&& f) {
-  if constexpr (kMayMultiplyBytes) {
-    if (bytes) return f.template operator()<ByteCodes>();
-  }
-  return f.template operator()<HalfCodes>();
-}
-
 Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& layout) {
   layout.has_byte_products = kMayMultiplyBytes && machine.multiplies_bytes;
-  return visit_codes(layout.has_byte_products, [&]<class M>() -> Plan {
+  return visit_bytes<ByteCodes, HalfCodes>(layout.has_byte_products, [&]<class M>() -> Plan {
     layout.sums = place_of_sums(args, sizeof(float));
     layout.finish = has_finish(args, layout.sums);
     layout.strips = ceil_div(args.rows, kStripRows);
@@ -360,7 +352,7 @@ Plan plan_quantized(const LinearProduct& args, const Machine& machine, Layout& l
 
 void run_quantized(const LinearProduct& args, const Plan& plan, const Layout& layout,
                    void* workspace, const Context& context) {
-  visit_codes(layout.has_byte_products, [&]<class M>() {
+  visit_bytes<ByteCodes, HalfCodes>(layout.has_byte_products, [&]<class M>() {
     const Quantized<M> quantized(args, layout, workspace);
     const int64_t packs =
         ceil_div(layout.panels, layout.panel_group) + ceil_div(layout.strips, layout.strip_group);

@@ -98,12 +98,15 @@ decltype(auto) visit_codes_of(WeightFormat format, F&& f) {
   return f.template operator()<Codes::kLookedUp>();
 }
 
+// The first word of row j.
+inline const uint32_t* words_of_row(const QuantizedWeight& weight, int64_t j) {
+  return weight.words + j / kPanelColumns * weight.words_of_k * kPanelColumns + j % kPanelColumns;
+}
+
 // The number of a weight in row j, column k, without scale and shift.
 inline float value_of(const QuantizedWeight& weight, int64_t j, int64_t k) {
   const int64_t codes = codes_per_word(weight.format);
-  const uint32_t word =
-      weight.words[(j / kPanelColumns * weight.words_of_k + k / codes) * kPanelColumns +
-                   j % kPanelColumns];
+  const uint32_t word = words_of_row(weight, j)[k / codes * kPanelColumns];
   if (weight.format == WeightFormat::kInt8) return static_cast<int8_t>(word >> k % 4 * 8);
   const uint32_t code = word >> (k % 8 / 2 + k % 2 * 4) * 4 & 15;
   if (weight.format == WeightFormat::kInt4) return static_cast<float>((code ^ 8) - 8.0);
@@ -117,6 +120,17 @@ inline float number_of(const QuantizedWeight& weight, int64_t rows, int64_t j, i
   widen_line(weight.scales, weight.scales_dtype, at, 1, &scale);
   if (weight.shifts) widen_line(weight.shifts, weight.scales_dtype, at, 1, &shift);
   return value_of(weight, j, k) * scale + shift;
+}
+
+// The first words of vectors of columns, from column col on. Vectors beyond the last column have
+// the last one's: they are computed, and not stored.
+template <int kVectors>
+void set_words(const QuantizedWeight& weight, int64_t col, int64_t columns,
+               const uint32_t* (&words)[kVectors]) {
+  constexpr int64_t n = kLanes<float>;
+  for (int v = 0; v < kVectors; ++v) {
+    words[v] = words_of_row(weight, col + std::min<int64_t>(v * n, (columns - 1) / n * n));
+  }
 }
 
 // Scales or shifts of a vector of columns.
@@ -140,10 +154,7 @@ ONEPASS_INLINE void for_each_number(const QuantizedWeight& weight, int64_t cols,
   using W = Words<kCodes>;
   constexpr int64_t n = kLanes<float>;
   const W codes(weight.format);
-  const uint32_t* words =
-      weight.words +
-      (col / kPanelColumns * weight.words_of_k + first / W::kPerWord) * kPanelColumns +
-      col % kPanelColumns;
+  const uint32_t* words = words_of_row(weight, col) + first / W::kPerWord * kPanelColumns;
   const int64_t there = std::min(cols - col, n);
   Vec<float> scale = {}, shift = {};
   int64_t end = 0;  // of the group

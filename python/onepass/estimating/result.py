@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from onepass.swapping.texts import readable
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -63,14 +65,3 @@ class Estimate:
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
-
-
-def readable(nbytes: float) -> str:
-    """3 digits or so, in a power of 1024."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if abs(size) < 999.5:
-            break
-        size, unit = size / 1024, larger
-    digits = 0 if unit == "B" or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
-    return f"{size:,.{digits}f} {unit}"

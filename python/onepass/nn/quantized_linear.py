@@ -25,7 +25,8 @@ class QuantizedLinear(torch.nn.Module):
 
     `onepass.quantize` puts it into a model. Buffers are `codes` (int32), `scales` and, for int4,
     `shifts`; the format is in the state_dict too, as `_extra_state`, and a state of another format
-    is refused. They are the same on all CPUs.
+    is refused. They are the same on all CPUs. With an order of inputs or with outliers, these are
+    buffers too: `input_order`, `outlier_columns` (int32) and `outliers` (16 bits).
 
     Args:
         in_features, out_features: sizes of the last dimensions of input and output.
@@ -37,6 +38,8 @@ class QuantizedLinear(torch.nn.Module):
         activations: None, or "int8" to quantise the rows of input too: for int8 with a scale a row.
         dtype: of the bias, and of the weight that `onepass.dequantize` makes.
         scales_dtype: None: float32 for int8, bfloat16 for the others.
+        input_order, outlier_columns: as in `onepass.functional.quantized_linear`; `outliers` begin
+            as zeros.
 
     Raises:
         ValueError: an argument is none of these, or group_size does not divide in_features.
@@ -50,6 +53,9 @@ class QuantizedLinear(torch.nn.Module):
     codes: Tensor
     scales: Tensor
     shifts: Tensor | None
+    input_order: Tensor | None
+    outlier_columns: Tensor | None
+    outliers: Tensor | None
 
     def __init__(
         self,
@@ -63,6 +69,8 @@ class QuantizedLinear(torch.nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         scales_dtype: torch.dtype | None = None,
+        input_order: Tensor | None = None,
+        outlier_columns: Tensor | None = None,
     ):
         super().__init__()
         self.group_size = _group_size_of(weights, group_size, in_features)
@@ -82,6 +90,19 @@ class QuantizedLinear(torch.nn.Module):
         self.register_buffer("codes", torch.zeros(codes, dtype=torch.int32, device=device))
         self.register_buffer("scales", scales)
         self.register_buffer("shifts", shifts)
+        wrong = _wrong_features(in_features, input_order, outlier_columns)
+        if wrong is not None:
+            raise ValueError(f"quantize: {wrong}")
+        outliers = None
+        if outlier_columns is not None:
+            count, own = len(outlier_columns), self.dtype
+            kept = own if own in (torch.bfloat16, torch.float16) else torch.float16
+            outliers = torch.zeros(out_features, count, dtype=kept, device=device)
+        indices = {"input_order": input_order, "outlier_columns": outlier_columns}
+        for name, given in indices.items():
+            own = None if given is None else given.to(device, torch.int32, copy=True)
+            self.register_buffer(name, own)
+        self.register_buffer("outliers", outliers)
         of_bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if of_bias is None else torch.nn.Parameter(of_bias))
 
@@ -95,11 +116,15 @@ class QuantizedLinear(torch.nn.Module):
         group_size: int | None = None,
         activations: str | None = None,
         scales_dtype: torch.dtype | None = None,
+        input_order: Tensor | None = None,
+        outlier_columns: Tensor | None = None,
     ) -> QuantizedLinear:
         """A layer whose weight is the nearest to `weight` (out_features, in_features).
 
         Args:
             bias: (out_features,); a parameter is taken as it is.
+            input_order: puts neighbours of this order into groups.
+            outlier_columns: these columns keep 16 bits: weight's dtype, or else float16.
 
         Raises:
             ValueError: as the class; or weight has numbers that are not finite.
@@ -121,12 +146,17 @@ class QuantizedLinear(torch.nn.Module):
                 device="meta",
                 dtype=weight.dtype,
                 scales_dtype=scales_dtype,
+                input_order=input_order,
+                outlier_columns=outlier_columns,
             )
             _check_finite(weight)
             with torch.no_grad():
+                apart = layer._take_apart(weight.detach(), input_order, outlier_columns)
                 of_weight, layer.error = reference.quantize(
-                    weight, layer.format, layer.group_size, layer.scales.dtype
+                    apart, layer.format, layer.group_size, layer.scales.dtype
                 )
+                if outlier_columns is not None:
+                    layer.error *= float(apart.norm()) / (float(weight.norm()) or 1.0)
                 layer.codes, layer.scales, layer.shifts = of_weight
         except Exception:
             check_arguments(cls.from_weight, locals())
@@ -142,11 +172,27 @@ class QuantizedLinear(torch.nn.Module):
         return Format[self.weights.upper()]
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (out_features, in_features) that the codes stand for."""
+        """The weight (out_features, in_features) that the codes, and outliers, stand for."""
         of_weight = self.codes, self.scales, self.shifts
-        return reference.dequantize(
+        weight = reference.dequantize(
             *of_weight, Format[self.weights.upper()], self.in_features, dtype
         )
+        of_features = self.input_order, self.outlier_columns, self.outliers
+        return reference.in_features_order(weight, *of_features)
+
+    def _take_apart(self, weight: Tensor, order: Tensor | None, columns: Tensor | None) -> Tensor:
+        """Keeps a weight's outliers; returns the part that becomes codes."""
+        device = weight.device
+        if columns is not None:
+            columns = columns.to(device)
+            self.outlier_columns = columns.to(torch.int32)
+            self.outliers = weight.index_select(1, columns).to(self.outliers.dtype)
+            _check_finite(self.outliers, "outliers")
+            weight = weight.index_fill(1, columns.long(), 0)
+        if order is not None:
+            self.input_order = order.to(device, torch.int32)
+            weight = weight.index_select(1, self.input_order)
+        return weight
 
     def forward(self, input: Tensor) -> Tensor:
         scales, shifts = self.scales, self.shifts
@@ -160,6 +206,9 @@ class QuantizedLinear(torch.nn.Module):
             self.bias,
             weights=self.weights,
             activations=self.activations,
+            input_order=self.input_order,
+            outlier_columns=self.outlier_columns,
+            outliers=self.outliers,
         )
         # After the operator's own checks: the last word may hold a few numbers more.
         if input.shape[-1] != self.in_features:
@@ -174,6 +223,10 @@ class QuantizedLinear(torch.nn.Module):
         text += f"bias={self.bias is not None}, weights={self.weights!r}"
         if self.group_size != self.in_features:
             text += f", group_size={self.group_size}"
+        if self.input_order is not None:
+            text += ", input_order"
+        if self.outlier_columns is not None:
+            text += f", outliers={len(self.outlier_columns)}"
         return text if self.activations is None else f"{text}, activations={self.activations!r}"
 
     def get_extra_state(self) -> Tensor:
@@ -193,26 +246,33 @@ class QuantizedLinear(torch.nn.Module):
         if problem is None:
             super()._load_from_state_dict(state_dict, prefix, *args)
         else:
-            args[-1].append(f"QuantizedLinear: {prefix.rstrip('.')} must {problem}")
+            args[-1].append(f"QuantizedLinear: {problem}")
 
     def _problem(self, state_dict: Mapping[str, object], prefix: str) -> str | None:
-        extra = state_dict.get(f"{prefix}_extra_state")
+        extra, layer = state_dict.get(f"{prefix}_extra_state"), prefix.rstrip(".")
         if isinstance(extra, Tensor) and not extra.is_meta and self._differs(extra):
-            return f"be of {_facts(self.get_extra_state())}, got a state of {_facts(extra)}"
-        for name in ("codes", "scales", "shifts"):
+            own = _facts(self.get_extra_state())
+            return f"{layer} must be of {own}, got a state of {_facts(extra)}"
+        for name in self._buffers:
             given, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(given, Tensor) and own is None:
+                return f"{layer} must have no {name}, got a state with it"
             if isinstance(given, Tensor) and own is not None and given.dtype != own.dtype:
                 dtypes = (str(of.dtype).removeprefix("torch.") for of in (own, given))
-                return "have {} in {}, got {}".format(name, *dtypes)  # torch would convert it
-        return None
+                return "{} must have {} in {}, got {}".format(
+                    layer, name, *dtypes
+                )  # torch would convert it
+        indices = [state_dict.get(prefix + name) for name in ("input_order", "outlier_columns")]
+        wrong = _wrong_features(self.in_features, *indices)
+        return None if wrong is None else f"{prefix}{wrong}"
 
     def _differs(self, extra: Tensor) -> bool:
         return extra.tolist() != self.get_extra_state().tolist()
 
     def _apply(self, fn, recurse=True):
-        """Moves scales and shifts, and does not convert them: they keep their digits in
+        """Moves scales, shifts and outliers, and does not convert them: they keep their digits in
         `model.to(torch.bfloat16)`."""
-        kept = {name: getattr(self, name) for name in ("scales", "shifts")}
+        kept = {name: getattr(self, name) for name in ("scales", "shifts", "outliers")}
         super()._apply(fn, recurse)
         for name, own in kept.items():
             new = getattr(self, name)
@@ -258,6 +318,24 @@ def _check_weights(weights: str) -> None:
     if weights not in FORMATS:
         names = ", ".join(map(repr, FORMATS))
         raise ValueError(f"quantize: weights must be one of {names}, got {weights!r}")
+
+
+def _wrong_features(in_features: int, order: Tensor | None, columns: Tensor | None) -> str | None:
+    """The error if order is no permutation of the features, or columns are not some of them."""
+    for name, given in (("input_order", order), ("outlier_columns", columns)):
+        if given is None or given.is_meta:
+            continue
+        found, are_all = set(given.flatten().tolist()), name == "input_order"
+        features = set(range(in_features))
+        fit = found == features if are_all else found <= features
+        if not (given.dim() == 1 and fit and len(found) == len(given)):
+            rule = "each of" if are_all else "some of"
+            return (
+                f"{name} must hold {rule} the {in_features} in_features once, got shape "
+                f"{tuple(given.shape)} from {min(found, default=None)} to "
+                f"{max(found, default=None)}"
+            )
+    return None
 
 
 def _facts(extra: Tensor) -> str:

@@ -309,6 +309,7 @@ def _check(item: Found, weights: str, group_size: int | None, activations: str |
 def _quantized(layer: nn.Module, **of_layer) -> QuantizedLinear:
     made = QuantizedLinear.from_weight(_weight_of(layer), layer.bias, **of_layer)
     made.plain_class = type(layer) if _is_conv1d(layer) else nn.Linear
+    _carry_attributes(layer, made)
     return made.train(layer.training)
 
 
@@ -321,7 +322,22 @@ def _plain(layer: QuantizedLinear) -> nn.Module:
         weight = weight.t().contiguous()
     made.weight = nn.Parameter(weight, requires_grad=False)
     made.bias = layer.bias
+    _carry_attributes(layer, made)
+    vars(made).update({name: of for name, of in vars(layer).items() if "_hook" in name})
     return made.train(layer.training)
+
+
+def _carry_attributes(layer: nn.Module, made: nn.Module) -> None:
+    """Gives a layer the attributes that a user hung on the one before it."""
+    known = {*vars(made), *_own_attributes()}
+    for name, value in vars(layer).items():
+        if name not in known and not name.startswith("_"):
+            vars(made)[name] = value
+
+
+@functools.cache
+def _own_attributes() -> frozenset[str]:
+    return frozenset(vars(QuantizedLinear(8, 8, device="meta")))
 
 
 def _places(found: list[Found]) -> _Places:
@@ -335,8 +351,15 @@ def _places(found: list[Found]) -> _Places:
 
 
 def _put(layer: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
-    for parent, name in places:
-        parent._modules[name] = layer
+    """Puts a layer in all places, or in none after an interrupt."""
+    before = [parent._modules[name] for parent, name in places]
+    try:
+        for parent, name in places:
+            parent._modules[name] = layer
+    except BaseException:
+        for (parent, name), old in zip(places, before, strict=True):
+            parent._modules[name] = old
+        raise
 
 
 @contextlib.contextmanager

@@ -6,12 +6,12 @@ import contextlib
 import html
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onepass import _batch, numerics
 from onepass.nn.quantized_linear import QuantizedLinear
 from onepass.reference.products import quantize_rows
-from onepass.swapping.texts import groups_of, html_list, html_row, listed, rows, table
+from onepass.swapping.texts import groups_of, html_list, html_row, listed, readable, rows, table
 from onepass.swapping.walk import Found
 
 _ROWS = 256  # of a layer's input that are verified
@@ -116,7 +116,9 @@ class QuantizationReport:
         after = sum(entry["bytes_after"] for entry in self.quantized)
         parts = [f"onepass.quantize: {len(self.quantized)} to {self.weights}"]
         if before:
-            parts += [f"{_size(before)} to {_size(after)} ({before / after:.1f} times smaller)"]
+            parts += [
+                f"{readable(before)} to {readable(after)} ({before / after:.1f} times smaller)"
+            ]
         return ", ".join([*parts, f"{len(self.skipped)} skipped"])
 
     def __str__(self) -> str:
@@ -144,7 +146,9 @@ class QuantizationReport:
             after = sum(entry["bytes_after"] for entry in entries)
             spans = [_span([e[error] for e in entries if error in e]) for error in errors]
             sizes = "/".join(str(size) for size in sorted({e["group_size"] for e in entries}))
-            found.append((group, str(len(entries)), sizes, _size(before), _size(after), *spans))
+            found.append(
+                (group, str(len(entries)), sizes, readable(before), readable(after), *spans)
+            )
         heads = [error.replace("_", " ") for error in errors]
         return ("name", "count", "group", "before", "after", *heads), found
 
@@ -209,7 +213,7 @@ def _comparison(layer: QuantizedLinear, input, output) -> numerics.Comparison:
     weight = layer.dequantized(torch.float64)
     bias = None if layer.bias is None else layer.bias.detach()
     if layer.activations is not None:
-        input = quantize_rows(input.float())
+        input = _quantized_rows(input.float(), layer.outlier_columns)
     wide = None if bias is None else bias.double()
     ref = nn.functional.linear(input.double(), weight, wide)
     base = nn.functional.linear(
@@ -218,12 +222,12 @@ def _comparison(layer: QuantizedLinear, input, output) -> numerics.Comparison:
     return numerics.compare(output, ref, base.to(output.dtype))
 
 
-def _size(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+def _quantized_rows(input: Tensor, outlier_columns: Tensor | None) -> Tensor:
+    if outlier_columns is None:
+        return quantize_rows(input)
+    columns = outlier_columns.long()
+    quantized = quantize_rows(input.index_fill(-1, columns, 0))
+    return quantized.index_copy(-1, columns, input.index_select(-1, columns))
 
 
 def _span(errors: list[float]) -> str:

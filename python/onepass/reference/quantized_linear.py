@@ -84,51 +84,82 @@ def quantize(
 
 def _quantized(weight, format, group_size, dtype):
     groups = weight.float().unflatten(1, (-1, group_size))
-    shift = None
+    most, least = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+    largest, shift = torch.maximum(most, -least), None
     if format is Format.INT4:
-        least, most = groups.aminmax(dim=2, keepdim=True)
         scale = ((most - least) / 15).to(dtype).float()
         shift = (least + 8 * scale).to(dtype).float()
-        codes = _ratio(groups - shift, scale).round_().clamp_(-8, 7)
-        error = codes * scale + shift - groups
-        codes = codes.to(torch.int8)
+        codes = numbers = _ratio(groups - shift, scale).round_().clamp_(-8, 7)
     elif format is Format.INT8:
-        scale = (groups.abs().amax(2, keepdim=True) / _MOST_CODE).to(dtype).float()
-        codes = _ratio(groups, scale).round_().clamp_(-_MOST_CODE, _MOST_CODE)
-        error = codes * scale - groups
-        codes = codes.to(torch.int8)
+        scale = (largest / _MOST_CODE).to(dtype).float()
+        codes = numbers = _ratio(groups, scale).round_().clamp_(-_MOST_CODE, _MOST_CODE)
     else:
-        largest = groups.abs().amax(2, keepdim=True)
         if format is Format.MXFP4:
-            exponent = (
-                torch.frexp(largest).exponent - 3
-            )  # largest is 0.5 to 1 times 2^(exponent + 3)
+            # largest is 0.5 to 1 times 2^(exponent + 3)
+            exponent = torch.frexp(largest).exponent - 3
             scale = torch.ldexp((largest > 0).float(), exponent)
         else:
             scale = largest.to(dtype).float()
-        codes = _nearest(_ratio(groups, scale), format)
-        error = torch.take(values_of(format).to(codes.device), codes.long()) * scale - groups
+        codes, numbers = _nearest(_ratio(groups, scale), format)
+    codes = codes.to(torch.int8)
+    error = (numbers.mul_(scale) if shift is None else numbers.mul_(scale).add_(shift)).sub_(groups)
     of_group = [None if x is None else x.squeeze(2).t().to(dtype) for x in (scale, shift)]
-    squares = (float(x.square_().sum()) for x in (error, groups.clone()))
+    squares = (float(torch.dot(x.flatten(), x.flatten())) for x in (error, groups))
     return pack(codes.flatten(1), format), *of_group, *squares
 
 
 def _ratio(numbers: Tensor, scale: Tensor) -> Tensor:
-    return numbers * torch.where(scale == 0, 0.0, 1 / scale)
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    return numbers * inverse.clamp_(max=torch.finfo(torch.float32).max)
 
 
-def _nearest(numbers: Tensor, format: Format) -> Tensor:
-    """The codes of the nearest values: how many of the middles between values lie below."""
-    values = values_of(format).unique()  # sorted; mxfp4 has two zeros
-    if format is Format.MXFP4:
-        values = values[values >= 0]
-    size = numbers.abs() if format is Format.MXFP4 else numbers
-    codes = torch.zeros_like(numbers, dtype=torch.uint8)
-    for middle in ((values[1:] + values[:-1]) / 2).tolist():
-        codes += (size > middle).view(torch.uint8)
-    if format is Format.MXFP4:
-        codes += 8 * (numbers < 0).view(torch.uint8)
-    return codes
+class _Steps(NamedTuple):
+    """Numbers by the nearest code's: `codes` and their `values` in the order of numbers, and cells
+    of equal width, with at most one step from a code to the next in each. Cell i has the number
+    of steps `below` it, and the last number before its own step, `until`, or Inf."""
+
+    cells_of_one: float
+    first: float  # cell of 0
+    below: Tensor
+    until: Tensor
+    values: Tensor
+    codes: Tensor
+
+
+@functools.cache
+def _steps_of(format: Format) -> _Steps:
+    """Steps are in the middle between two values, which has the code nearer to 0 of mxfp4, and the
+    lower one of nf4."""
+    values = values_of(format)
+    if format is Format.NF4:
+        cells_of_one, first, codes = 16.0, 16.0, list(range(16))
+        until = (values[1:] + values[:-1]) / 2
+    else:
+        cells_of_one, first, codes = 4.0, 32.5, [*range(15, 7, -1), *range(8)]
+        middles = (values[1:8] + values[:7]) / 2
+        until = torch.cat([-middles.flip(0), values[:1], middles])
+        until[:8] = torch.nextafter(until[:8], values.new_tensor(-math.inf))
+    cell = (until * cells_of_one + first).long()
+    untils = values.new_full((int(2 * first) + 1,), math.inf)
+    untils[cell] = until
+    below = torch.zeros_like(untils, dtype=torch.int32)
+    below[1:] = untils.isfinite().cumsum(0)[:-1]
+    codes = values.new_tensor(codes, dtype=torch.int8)
+    return _Steps(cells_of_one, first, below, untils, values[codes.int()], codes)
+
+
+def _nearest(numbers: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """The codes of the nearest values, and these."""
+    steps, device = _steps_of(format), numbers.device
+    below, until, values, codes = (table.to(device) for table in steps[2:])
+    most = len(below) - 1
+    cell = numbers.mul(steps.cells_of_one).add_(steps.first).clamp_(0, most).int().flatten()
+    is_above = until.index_select(0, cell).view_as(numbers).sub_(numbers)
+    is_above = is_above.view(torch.int32).flatten()
+    is_above >>= 31  # -1 where the difference is negative
+    rank = below.index_select(0, cell).sub_(is_above)
+    found, near = (table.index_select(0, rank).view_as(numbers) for table in (codes, values))
+    return found, near
 
 
 @functools.cache
@@ -144,15 +175,26 @@ def _places(format: Format) -> list[int]:
 
 def pack(codes: Tensor, format: Format) -> Tensor:
     """Words of the codes (out_features, in_features), which are int8 or uint8."""
-    places = _places(format)
-    count = len(places)
     rows, columns = codes.shape
-    codes = F.pad(codes, (0, -columns % count, 0, -rows % PANEL))
-    codes = codes.view(torch.uint8).reshape(-1, PANEL, codes.shape[1] // count, count)
-    by_word = codes.transpose(1, 2)[..., places]
-    if format is not Format.INT8:
-        by_word = (by_word[..., ::2] & 15) | (by_word[..., 1::2] << 4)
-    return by_word.contiguous().view(torch.int32).squeeze(-1)
+    padding = (0, -columns % (32 // format.bits), 0, -rows % PANEL)
+    if any(padding):
+        codes = F.pad(codes, padding)
+    if format is Format.INT8:
+        words = codes.contiguous().view(torch.int32)
+    else:
+        words = _words_of_nibbles(codes.contiguous().view(torch.int64))
+    return words.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+def _words_of_nibbles(codes: Tensor) -> Tensor:
+    """int32 words of 8 codes, which are bytes of an int64, so that all move at once."""
+    pairs = codes & 0x0F0F0F0F0F0F0F0F
+    pairs |= pairs >> 12  # bytes 0, 1, 4 and 5: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7
+    even, odd = pairs & 0x000000FF000000FF, pairs & 0x0000FF000000FF00
+    even |= even >> 24
+    even &= 0xFFFF
+    even |= ((odd << 8) | (odd >> 16)) & 0xFFFF0000
+    return even.view(torch.int32)[..., ::2]
 
 
 def unpack(words: Tensor, format: Format, out_features: int, in_features: int) -> Tensor:
@@ -184,6 +226,41 @@ def dequantize(
     if shifts is not None:
         weight = weight + shifts.t()[..., None].to(dtype)
     return weight.flatten(1)
+
+
+def in_features_order(
+    weight: Tensor,
+    input_order: Tensor | None = None,
+    outlier_columns: Tensor | None = None,
+    outliers: Tensor | None = None,
+) -> Tensor:
+    """The weight by features of the input, from one whose column i is feature input_order[i], and
+    whose `outlier_columns` are given."""
+    if input_order is not None:
+        weight = torch.empty_like(weight).index_copy_(1, input_order.long(), weight)
+    if outlier_columns is not None:
+        weight = weight.index_copy(1, outlier_columns.long(), outliers.to(weight.dtype))
+    return weight
+
+
+def scales_of_codes(
+    codes: Tensor, codebook: Tensor, scales: Tensor, offset: Tensor | float, block: int = 256
+) -> Tensor:
+    """The float32 scales of doubly quantised ones (QLoRA): ``codebook[code] * scale + offset``.
+
+    Args:
+        codes: uint8, of any shape; bitsandbytes: `quant_state.absmax`.
+        codebook: (256,); `quant_state.state2.code`.
+        scales: one for each `block` codes that follow each other; `quant_state.state2.absmax`.
+        offset: `quant_state.offset`.
+
+    Returns:
+        Tensor of codes' shape. bitsandbytes' are those of groups in the order of the weight's
+        elements: ``scales.view(out_features, -1).t()`` are (groups, out_features).
+    """
+    numbers = codebook.float()[codes.flatten().int()]
+    of_each = scales.float().repeat_interleave(block)[: numbers.numel()]
+    return (numbers * of_each + offset).view(codes.shape)
 
 
 def quantized_linear(

@@ -148,3 +148,14 @@ def table(section: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -
 
 def _short(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def readable(nbytes: float) -> str:
+    """3 digits or so, in a power of 1024."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if abs(size) < 999.5:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
+    return f"{size:,.{digits}f} {unit}"

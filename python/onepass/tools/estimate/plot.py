@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from onepass.estimating.result import readable
+from onepass.swapping.texts import readable
 from onepass.tools.estimate.report import MODULES, module_name, sentence, title
 from onepass.tools.estimate.step import estimate_of
 from onepass.tools.estimate.survey import STOCK, SWAPPED, Survey

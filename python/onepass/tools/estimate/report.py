@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onepass.estimating.result import readable
+from onepass.swapping.texts import readable
 from onepass.tools.estimate.step import estimate_of
 from onepass.tools.estimate.survey import STOCK, SWAPPED, Survey
 from onepass.tools.estimate.timeline import LOSS
