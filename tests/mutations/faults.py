@@ -152,6 +152,13 @@ FAULTS = [
             "std::max(keys_.old, begin)",
         ),
         ("decode.cpp", "args_.cache_batch_idx ? args_.cache_batch_idx[batch_] : batch_", "batch_"),
+        (
+            "decode.cpp",
+            "multiply_each(scores, s_.scales + kMostChunk, count)",
+            "multiply_each(scores, s_.scales, count)",
+        ),
+        ("decode.cpp", "rows_in<float>(args_.value_scale);", "rows_in<float>(args_.key_scale);"),
+        ("rows.h", "std::clamp(code, -kMostCode, kMostCode)", "code"),
     ),
     *_of(
         "csrc/cpu/attention/",
