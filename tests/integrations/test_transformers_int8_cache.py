@@ -10,7 +10,7 @@ import onepass.integrations.transformers as integration
 from onepass.integrations.transformers import Int8Cache
 from onepass.integrations.transformers.attention import attention_forward
 from onepass.integrations.transformers.cache import Int8Layer, Int8Rows
-from tests.integrations.transformers_cases import IDS, PADDING, build, run, transformers
+from tests.integrations.transformers_cases import IDS, PADDING, build, close, run, transformers
 
 TOKENS = 80  # beyond the room of a new layer
 
@@ -123,6 +123,66 @@ def test_rows_after_a_change_are_those_of_a_cache_of_numbers(change):
         assert torch.equal(rows.numbers()[:, :, :used], right)
         assert rows.shape[2] == used + 2
     assert torch.equal(copied.keys, before[0]) and torch.equal(copied.values, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_layers_that_were_copied_do_not_share_rows(dtype):
+    torch.manual_seed(0)
+    layer = Int8Layer()
+    layer.update(*states(9, dtype=dtype))
+    for made in (copy.copy(layer), copy.deepcopy(layer)):
+        made.update(*states(1, dtype=dtype))
+        before = made.keys.clone()
+        layer.update(*states(1, dtype=dtype))
+        assert torch.equal(made.keys, before)
+        layer.crop(-1)
+
+
+def test_wide_heads():
+    layer, first = Int8Layer(), torch.randn(1, 1, 3, 520)
+    layer.update(first, first)
+    keys, _ = layer.update(first, first)
+    bound = keys.scale[..., None] * 0.501
+    assert ((keys + 0 - torch.cat([first, first], 2)).abs() <= bound).all()
+
+
+def test_gradients_that_would_be_lost_are_refused():
+    model = build("llama").train()
+    cache = Int8Cache(model.config)
+    model(IDS, past_key_values=cache).logits.sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.any()
+    message = "Int8Cache: key_states must not require gradients after the first rows"
+    with pytest.raises(RuntimeError, match=message):
+        model(IDS[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == IDS.shape[1]
+    with torch.no_grad():
+        model(IDS[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == IDS.shape[1] + 1
+
+
+def test_another_batch_is_refused():
+    layer = Int8Layer()
+    one, two = torch.randn(1, 2, 3, 8), torch.randn(2, 2, 3, 8)
+    layer.update(one, one)
+    message = r"must have the batch and heads of the rows before, \(1, 2\), got \(2, 2\)"
+    with pytest.raises(RuntimeError, match=message):
+        layer.update(two, two)
+    assert layer.get_seq_length() == 3
+
+
+def test_a_compiled_forward():
+    model, stock = build("llama"), build("llama")
+    integration.attach(model)
+    compiled = torch.compile(model.forward, backend="aot_eager")
+    caches = [Int8Cache(of.config) for of in (model, stock)]
+    with torch.no_grad():
+        for first, last in ((0, 6), (6, 7), (7, 8), (8, 11)):
+            ids = IDS[:, first:last]
+            found, expected = (
+                of(input_ids=ids, past_key_values=cache).logits
+                for of, cache in zip((compiled, stock), caches, strict=True)
+            )
+            close(found, expected)
 
 
 def test_reset():

@@ -105,7 +105,8 @@ def attention_with_kv_cache(
             its codes, -127 to 127. Float32, of the caches' shapes without the last dimension, any
             strides. A new row, rotated and in query's dtype, is written with the scale largest
             magnitude / 127 and codes row / scale, rounded to nearest even; a row with NaN or Inf
-            reads as NaN. Codes are multiplied in float32, exactly. On CPU alone.
+            reads as NaN. Codes are multiplied in float32, exactly. On CPU alone. Where a compiled
+            function writes them, codes and scales must not be views of one tensor.
         num_splits: flash-attn's argument, ignored: the splits of the keys depend on a sequence's
             length, head_dim and dtype alone, so no result depends on the rest of the batch.
         return_lse: also return the logarithm of the softmax's denominator, which

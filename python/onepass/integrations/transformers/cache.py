@@ -17,6 +17,7 @@ from onepass.reference.attention_decode import quantize_rows
 
 _SCALE_BYTES = 4
 _LEAST_ROOM = 64  # rows
+_MOST_COLUMNS = 512  # that the operator takes
 
 
 class Int8Cache(DynamicCache):
@@ -28,6 +29,8 @@ class Int8Cache(DynamicCache):
     stand for. The first rows of a sequence, its prompt, attend to one another as they are.
 
     Layers with a sliding window, and states of convolutions and scans, are those of `DynamicCache`.
+    For self-attention (of an `EncoderDecoderCache` the first cache), and without gradients after
+    the prompt. A compiled forward has a graph break in each layer.
 
     Args:
         config: the model's, whose types of layers it has; None: all have full attention.
@@ -59,12 +62,28 @@ class Int8Cache(DynamicCache):
 class Int8Layer(DynamicLayer):
     """Keys and values of one layer, int8 of shape (batch, kv_heads, rows, bytes of a row)."""
 
+    def __copy__(self) -> Int8Layer:
+        """A layer with memory of its own, since rows are written in place."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        if self.is_initialized:
+            made.keys, made.values = self.keys.clone(), self.values.clone()
+        return made
+
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """The keys and values of all rows, after new ones are written.
+
+        Raises:
+            RuntimeError: a gradient would be lost, or the batch or the heads have changed.
+        """
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys = self.values = key_states.new_empty(0, dtype=torch.int8)
             self.is_initialized = True
         used = self.get_seq_length()
+        if used:
+            self._check(key_states, value_states)
         new = key_states.detach(), value_states.detach()
         with torch.no_grad():
             self.keys, self.values = (
@@ -77,6 +96,22 @@ class Int8Layer(DynamicLayer):
             )
             _append(keys, values, *new, used)
         return (keys, values) if used else (key_states, value_states)
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        for name, new, kept in (
+            ("key_states", key_states, self.keys),
+            ("value_states", value_states, self.values),
+        ):
+            if torch.is_grad_enabled() and new.requires_grad:
+                raise RuntimeError(
+                    f"Int8Cache: {name} must not require gradients after the first rows, use "
+                    "torch.no_grad(), got some that do"
+                )
+            if new.shape[:2] != kept.shape[:2]:
+                raise RuntimeError(
+                    f"Int8Cache: {name} must have the batch and heads of the rows before, "
+                    f"{tuple(kept.shape[:2])}, got {tuple(new.shape[:2])}"
+                )
 
 
 class Int8Rows(Tensor):
@@ -134,7 +169,8 @@ def _append(
     keys: Int8Rows, values: Int8Rows, new_keys: Tensor, new_values: Tensor, used: int
 ) -> None:
     """Writes the codes and scales of rows from `used` on."""
-    if new_keys.is_cpu and new_keys.dtype is not torch.float64:
+    columns = max(new_keys.shape[-1], new_values.shape[-1])
+    if new_keys.is_cpu and new_keys.dtype is not torch.float64 and columns <= _MOST_COLUMNS:
         no_query = new_keys[:, :, :0]
         attention_with_kv_cache(
             no_query, keys.codes, values.codes, new_keys, new_values, cache_seqlens=used,

@@ -65,7 +65,7 @@ def cases(quick: bool = False, device: str = "cpu") -> Iterator[Case]:
         yield _case("append", LONG, dtype, quick, operator=_append)
         yield _case(f"pages-{PAGE_SIZE}", LONG, dtype, quick, operator=_paged)
         yield _ragged_case(dtype, quick)
-    for shape in (LONG, UNGROUPED):
+    for shape in (QUICK,) if quick else (LONG, UNGROUPED):
         yield _coded_case(shape, quick)
     yield _overhead_case()
 
@@ -143,7 +143,7 @@ def _ragged_case(dtype: torch.dtype, quick: bool, device: str = "cpu") -> Case:
 
 def _coded_case(shape: Shape, quick: bool) -> Case:
     """A cache of 8 bits, against one of bfloat16: both ours and torch's."""
-    shape, dtype = QUICK if quick else shape, torch.bfloat16
+    dtype = torch.bfloat16
     rows = 2 * shape[0] * shape[2] * shape[4]
     return Case(
         _name("codes", shape, dtype),
