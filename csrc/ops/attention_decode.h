@@ -8,8 +8,8 @@
 //
 // With scales a cache holds codes of 8 bits: each row is its scale times whole numbers from -127 to
 // 127. The scale of a new row is its largest magnitude / 127, in float32, and a code is a number
-// of it / scale, rounded to nearest even. Where an element is NaN or infinite the scale is too and
-// codes are 0, so that the row reads as NaN; a scale of 0 has codes 0.
+// of it / scale, rounded to nearest even. If an element is NaN or infinite, the scale is NaN and
+// the codes are 0, so that the row reads as NaN. A scale of 0 has codes 0.
 //
 // Rotation of a row at a position, in float32 and rounded once, with c and s a row of rotary_cos
 // and rotary_sin:
@@ -22,9 +22,8 @@
 namespace onepass {
 
 // These fields of Attention have another meaning here:
-// - key, value: the caches, (caches, kv_heads, max_seq, dim) or pages; new rows are written to
-// them.
-//   Of dtype, or int8 with scales
+// - key, value: the caches, (caches, kv_heads, max_seq, dim) or pages, of dtype, or of int8 with
+//   scales; new rows are written to them
 // - seqused_k: (batch,) rows in use before the call, or null: all seq_k rows
 // - seq_k: rows that a cache has room for
 struct AttentionDecode : Attention {

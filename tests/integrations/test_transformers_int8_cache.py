@@ -170,6 +170,16 @@ def test_another_batch_is_refused():
     assert layer.get_seq_length() == 3
 
 
+def test_a_call_that_fails_changes_nothing():
+    layer = Int8Layer()
+    keys, values = states(3)
+    for used in (0, 3):
+        with pytest.raises(RuntimeError, match="value must have dtype float32 like query"):
+            layer.update(keys, values.bfloat16())
+        assert layer.get_seq_length() == used and layer.is_initialized == (used > 0)
+        layer.update(keys, values)
+
+
 def test_a_compiled_forward():
     model, stock = build("llama"), build("llama")
     integration.attach(model)

@@ -74,7 +74,9 @@ ONEPASS_INLINE typename M::Cells partial_cells(const T* row, int64_t count) {
 // the hardware's prefetchers. Only if elements are converted, so that arithmetic takes as long as
 // reading, do two keys share the loads of a query: on AVX2 that took a tenth off bfloat16 and added
 // as much to float32 (the grouped cases of `onepass bench decode`, in a loop over 200 MB of
-// caches). Later rows find the keys in L1, and load them once for all rows.
+// caches). With codes of 8 bits four keys do, for one or two rows: two chains of sums are too few
+// to hide the latency of an addition. Later rows find the keys in L1, and load them once for all
+// rows.
 template <class M, int kRows, int kKeys, bool kFirst, class T>
 ONEPASS_INLINE void score_tile(const typename M::Element* queries, int64_t query_stride,
                                const T* const* keys, const T* const* next, int64_t size,

@@ -77,24 +77,17 @@ class Int8Layer(DynamicLayer):
         Raises:
             RuntimeError: a gradient would be lost, or the batch or the heads have changed.
         """
-        if not self.is_initialized:
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys = self.values = key_states.new_empty(0, dtype=torch.int8)
-            self.is_initialized = True
         used = self.get_seq_length()
         if used:
             self._check(key_states, value_states)
         new = key_states.detach(), value_states.detach()
         with torch.no_grad():
-            self.keys, self.values = (
-                _longer(kept, used, states)
-                for kept, states in zip((self.keys, self.values), new, strict=True)
-            )
-            keys, values = (
-                Int8Rows(kept, states)
-                for kept, states in zip((self.keys, self.values), new, strict=True)
-            )
+            kept = _longer(self.keys, used, new[0]), _longer(self.values, used, new[1])
+            keys, values = Int8Rows(kept[0], new[0]), Int8Rows(kept[1], new[1])
             _append(keys, values, *new, used)
+        # Last, so that a call that fails changes nothing.
+        self.keys, self.values = kept
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         return (keys, values) if used else (key_states, value_states)
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -145,7 +138,7 @@ class Int8Rows(Tensor):
         return func(*args, **kwargs)
 
 
-def _longer(kept: Tensor, used: int, states: Tensor) -> Tensor:
+def _longer(kept: Tensor | None, used: int, states: Tensor) -> Tensor:
     """`kept` with the rows of `states` after its own, which are not written yet.
 
     In place if its memory has room after the rows in use, else in memory for twice as many.
