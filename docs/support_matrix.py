@@ -177,6 +177,33 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
     ),
     (
         {
+            "causal_conv1d_update": lambda new: F.causal_conv1d_update(
+                new(2, 4), new(2, 4, 3).detach(), new(4, 4)
+            )
+        },
+        "causal_conv1d_update",
+        _LINEAR,
+    ),
+    (
+        {
+            "selective_scan": lambda new: F.selective_scan(
+                new(2, 4, 8), new(2, 4, 8), new(4, 3), new(2, 3, 8), new(2, 3, 8)
+            )
+        },
+        "selective_scan_forward",
+        _LINEAR,
+    ),
+    (
+        {
+            "selective_state_update": lambda new: F.selective_state_update(
+                new(2, 4, 3).detach(), new(2, 4), new(2, 4), new(4, 3), new(2, 3), new(2, 3)
+            )
+        },
+        "selective_state_update",
+        _LINEAR,
+    ),
+    (
+        {
             "group_norm": lambda new: F.group_norm(
                 new(2, 4, 8), 2, new(4), new(4), activation="silu"
             )

@@ -271,6 +271,7 @@ def test_families_are_found():
 INTERFACES = {
     "optimizer": ("python/onepass/optim/__init__.py",),
     "causal_conv": ("python/onepass/functional/causal_conv.py",),  # models hold an nn.Conv1d
+    "selective_scan": ("python/onepass/functional/selective_scan.py",),  # within a Mamba layer
 }
 
 

@@ -93,14 +93,9 @@ inline Strided rows_at(const void* data, const TensorInfo& info, AttentionLayout
   }
 }
 
-// A tensor whose last dimension is not dense is copied, any other is read in place.
-inline Strided rows_of(const Tensor& tensor, AttentionLayout layout, Copies& copies) {
-  const TensorInfo info = info_of(tensor);
-  if (info.sizes[info.dims - 1] == 1 || info.strides[info.dims - 1] == 1) {
-    return rows_at(tensor.const_data_ptr(), info, layout);
-  }
-  copies.push_back(contiguous_copy(tensor));
-  return rows_at(copies.back().const_data_ptr(), info_of(copies.back()), layout);
+inline Strided rows_of(const Tensor& given, AttentionLayout layout, Copies& copies) {
+  const Tensor& tensor = with_dense_columns(given, copies);
+  return rows_at(tensor.const_data_ptr(), info_of(tensor), layout);
 }
 
 // The gradient of `tensor`, of size 0 if it is not wanted.

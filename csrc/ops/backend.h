@@ -15,6 +15,7 @@
 #include "ops/optimizer.h"
 #include "ops/quantized_linear.h"
 #include "ops/rotary.h"
+#include "ops/selective_scan.h"
 
 // FAMILY(its name): ops/<name>.h and ops/<name>.cpp
 #define ONEPASS_FAMILIES(FAMILY) \
@@ -29,6 +30,7 @@
   FAMILY(linear)                 \
   FAMILY(quantized_linear)       \
   FAMILY(causal_conv)            \
+  FAMILY(selective_scan)         \
   FAMILY(rotary)
 
 namespace onepass {
@@ -57,11 +59,15 @@ namespace onepass {
   OPERATOR(rotary_forward, RotaryForward)                  \
   OPERATOR(rotary_backward, RotaryBackward)
 // The operators for which CUDA uses torch.
-#define ONEPASS_CPU_OPERATORS(OPERATOR)            \
-  OPERATOR(linear_product, LinearProduct)          \
-  OPERATOR(epilogue_backward, EpilogueBackward)    \
-  OPERATOR(causal_conv_forward, CausalConvForward) \
-  OPERATOR(causal_conv_backward, CausalConvBackward)
+#define ONEPASS_CPU_OPERATORS(OPERATOR)                    \
+  OPERATOR(linear_product, LinearProduct)                  \
+  OPERATOR(epilogue_backward, EpilogueBackward)            \
+  OPERATOR(causal_conv_forward, CausalConvForward)         \
+  OPERATOR(causal_conv_backward, CausalConvBackward)       \
+  OPERATOR(causal_conv_update, CausalConvUpdate)           \
+  OPERATOR(selective_scan_forward, SelectiveScanForward)   \
+  OPERATOR(selective_scan_backward, SelectiveScanBackward) \
+  OPERATOR(selective_state_update, SelectiveStateUpdate)
 
 #define ONEPASS_DECLARE_OPERATOR(name, Args) Operator<Args> name();
 #define ONEPASS_OPERATOR_MEMBER(name, Args) Operator<Args> name{};

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "ops/in_place.h"
 #include "ops/library.h"
 #include "ops/runtime.h"
 
@@ -34,8 +35,15 @@ namespace {
   FIELD(Tensor, weight, "")                        \
   ONEPASS_CAUSAL_CONV_OPTIONS(FIELD)
 
+// Those of the update after x.
+#define ONEPASS_CAUSAL_CONV_UPDATE_OPTIONS(FIELD) \
+  FIELD(Tensor, weight, "")                       \
+  FIELD(OptionalTensor, bias, "")                 \
+  FIELD(bool, silu, "")
+
 ONEPASS_DEFINE_OPTIONS(CausalConvOptions, ONEPASS_CAUSAL_CONV_FORWARD_OPTIONS);
 ONEPASS_DEFINE_OPTIONS(CausalConvBackwardOptions, ONEPASS_CAUSAL_CONV_BACKWARD_OPTIONS);
+ONEPASS_DEFINE_OPTIONS(CausalConvUpdateOptions, ONEPASS_CAUSAL_CONV_UPDATE_OPTIONS);
 
 // Bits of grad_mask.
 constexpr int64_t kWantInput = 1;
@@ -45,6 +53,8 @@ constexpr int64_t kWantInitialState = 8;
 
 constexpr const char* kOp = "causal_conv1d";
 constexpr const char* kBackward = "causal_conv1d_backward";
+constexpr const char* kUpdate = "causal_conv1d_update";
+constexpr const char* kVerb = "updated";  // in place
 
 // Of dense memory in one of the two orders.
 Sizes dense_strides(const CausalConv& args) {
@@ -75,17 +85,9 @@ Tensor empty_lines(bool wanted, const CausalConv& args, const TensorInfo& like, 
   return lines;
 }
 
-// Sets the fields that forward and backward share, except for the tensors' memory.
-template <class Options>
-void check_shared(const char* op, const TensorInfo& shape, const CheckedAgainst& checked,
-                  const Options& options, CausalConv& args) {
-  require(shape.dims == 3, op, ": x must have shape (batch, channels, length), got ", shape);
-  args.batch = shape.sizes[0];
-  args.channels = shape.sizes[1];
-  args.length = shape.sizes[2];
-  args.input_dtype = checked.first_dtype();
-  args.channels_last = options.channels_last;
-  args.silu = options.silu;
+template <class Options, class Args>
+void check_weight(const char* op, const CheckedAgainst& checked, const Options& options,
+                  Args& args) {
   const TensorInfo weight = input_of(op, "weight", options.weight);
   require(weight.dims == 2 && weight.sizes[0] == args.channels, op,
           ": weight must have shape (channels, width) for ", args.channels, " channels, got ",
@@ -97,6 +99,20 @@ void check_shared(const char* op, const TensorInfo& shape, const CheckedAgainst&
   args.weight_dtype = checked.tensor("weight", weight, weight);
   args.bias_dtype =
       checked.tensor("bias", options.bias, Shape(&args.channels, 1), args.input_dtype);
+}
+
+// Sets the fields that forward and backward share, except for the tensors' memory.
+template <class Options>
+void check_shared(const char* op, const TensorInfo& shape, const CheckedAgainst& checked,
+                  const Options& options, CausalConv& args) {
+  require(shape.dims == 3, op, ": x must have shape (batch, channels, length), got ", shape);
+  args.batch = shape.sizes[0];
+  args.channels = shape.sizes[1];
+  args.length = shape.sizes[2];
+  args.input_dtype = checked.first_dtype();
+  args.channels_last = options.channels_last;
+  args.silu = options.silu;
+  check_weight(op, checked, options, args);
   if (options.initial_state) {
     const int64_t sizes[] = {args.batch, args.channels, args.width - 1};
     checked.tensor_of("initial_state", *options.initial_state, sizes, args.input_dtype, "x");
@@ -191,6 +207,63 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
   return {dx, dweight, dbias, dstate};
 }
 
+struct CheckedUpdate {
+  TensorInfo x;
+  CausalConvUpdate args{};
+};
+
+CheckedUpdate check_update(const CausalConvUpdateOptions& options, const Tensor& conv_state,
+                           const Tensor& x) {
+  CheckedUpdate call{input_of(kUpdate, "x", x)};
+  const TensorInfo& info = call.x;
+  CausalConvUpdate& args = call.args;
+  const CheckedAgainst checked(kUpdate, "x", info);
+  require(info.dims == 2 || info.dims == 3, kUpdate,
+          ": x must have shape (batch, channels) or (batch, channels, tokens), got ", info);
+  args.batch = info.sizes[0];
+  args.channels = info.sizes[1];
+  args.tokens = info.dims == 3 ? info.sizes[2] : 1;
+  args.input_stride = {info.strides[0], info.strides[1], info.dims == 3 ? info.strides[2] : 0};
+  args.input_dtype = checked.first_dtype();
+  args.silu = options.silu;
+  check_weight(kUpdate, checked, options, args);
+  const TensorInfo state = input_of(kUpdate, "conv_state", conv_state);
+  args.before = state.dims == 3 ? state.sizes[2] : 0;
+  require(args.before >= args.width - 1, kUpdate,
+          ": conv_state must have shape (batch, channels, at least ", args.width - 1, "), got ",
+          state);
+  const int64_t of_state[] = {args.batch, args.channels, args.before};
+  checked.tensor_of("conv_state", state, of_state, args.input_dtype, "x");
+  args.state_stride = {state.strides[0], state.strides[1], state.strides[2]};
+  require_own_places(kUpdate, "conv_state", state, kVerb);
+  const Place written{mutable_data_of(conv_state.get()), state, size_of(args.input_dtype)};
+  require_apart(kUpdate, "x", place_of(x), "conv_state", written, kVerb);
+  require_apart(kUpdate, "weight", place_of(options.weight), "conv_state", written, kVerb);
+  if (options.bias) {
+    require_apart(kUpdate, "bias", place_of(*options.bias), "conv_state", written, kVerb);
+  }
+  return call;
+}
+
+Tensor causal_conv1d_update(const CausalConvUpdateOptions& options, const Tensor& conv_state,
+                            const Tensor& x) {
+  auto [shape, args] = check_update(options, conv_state, x);
+  Tensor output = empty(shape, args.input_dtype, shape.device);
+  if (Shape(shape).is_empty()) return output;
+  Copies copies;
+  args.state = mutable_data_of(conv_state.get());
+  args.input = x.const_data_ptr();
+  args.weight = dense_data_of(options.weight, copies);
+  args.bias = dense_data_of(options.bias, copies);
+  args.output = output.mutable_data_ptr();
+  run_operator(backend().causal_conv_update, args, shape.device, [&args = args] {
+    return described(kUpdate, args.batch, " x ", args.channels, " x ", args.tokens, ", width ",
+                     args.width, ", after ", args.before, ", ", args.input_dtype,
+                     when(args.silu, ", silu"));
+  });
+  return output;
+}
+
 }  // namespace
 
 OperatorList causal_conv_operators() {
@@ -203,6 +276,10 @@ OperatorList causal_conv_operators() {
           "causal_conv1d_backward",
           "Tensor doutput" ONEPASS_SCHEMA(ONEPASS_CAUSAL_CONV_BACKWARD_OPTIONS),
           "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)"),
+      entry<&causal_conv1d_update, &check_update>(
+          "causal_conv1d_update",
+          "Tensor(a!) conv_state, Tensor x" ONEPASS_SCHEMA(ONEPASS_CAUSAL_CONV_UPDATE_OPTIONS),
+          "Tensor"),
   };
 }
 #endif  // ONEPASS_CUDA

@@ -54,4 +54,30 @@ struct CausalConvBackward : CausalConv {
   LineStride doutput_stride;
 };
 
+struct ConvUpdateStride {
+  int64_t sample;
+  int64_t channel;
+  int64_t token;
+};
+
+// The forward of a few tokens after the inputs in `state`, which moves on to the latest in place.
+struct CausalConvUpdate {
+  void* state;         // (batch, channels, before) of input_dtype, before >= width - 1
+  const void* input;   // (batch, channels, tokens)
+  const void* weight;  // (channels, width) contiguous
+  const void* bias;    // (channels,); null: 0
+  void* output;        // (batch, channels, tokens) contiguous
+  int64_t batch;
+  int64_t channels;
+  int64_t tokens;
+  int64_t before;
+  int64_t width;
+  ConvUpdateStride state_stride;
+  ConvUpdateStride input_stride;
+  bool silu;  // after the sum
+  DType input_dtype;
+  DType weight_dtype;
+  DType bias_dtype;
+};
+
 }  // namespace onepass

@@ -4,8 +4,8 @@
 
 #include <tuple>
 
+#include "ops/in_place.h"
 #include "ops/library.h"
-#include "ops/places.h"
 #include "ops/rows.h"
 #include "ops/runtime.h"
 
@@ -72,6 +72,7 @@ struct Names {
   const char* key;
 };
 constexpr Names kForwardNames = {"rotary_embedding", "query", "key"};
+constexpr const char* kVerb = "rotated";  // in place
 constexpr Names kBackwardNames = {"rotary_embedding_backward", "dquery_out", "dkey_out"};
 
 template <class Options>
@@ -202,28 +203,15 @@ CheckedRotary<RotaryForward> check_forward(const RotaryOptions& options, const T
   return call;
 }
 
-// Rows that are rotated in place: they cannot be replaced by a copy.
-void check_place(const char* name, const TensorInfo& info) {
-  const char* const op = kForwardNames.op;
-  const Shape strides{info.strides, info.dims};
-  require(info.sizes[3] <= 1 || info.strides[3] == 1, op, ": ", name,
-          " must be dense in its last dimension, it is rotated in place, got strides ", strides);
-  require(!has_shared_elements(info), op, ": ", name,
-          " must have a place for each element, it is rotated in place, got shape ", info,
-          " with strides ", strides);
-}
-
-// `tensor` against the tensor that is written.
-void check_apart(const char* name, const Place& tensor, const char* written_name,
-                 const Place& written) {
-  require(!share_memory(tensor, written), kForwardNames.op, ": ", name, " must lie apart from ",
-          written_name, ", which is rotated in place, got shared memory");
-}
-
 CheckedRotary<RotaryForward> check_inplace(const RotaryInplaceOptions& options, const Tensor& query,
                                            const OptionalTensor& key) {
   auto call = check_rows_and_norms(options, query, key);
   call.args.in_place = true;
+  const char* const op = kForwardNames.op;
+  const auto check_place = [&](const char* name, const TensorInfo& info) {
+    require_dense_rows(op, name, info, kVerb);
+    require_own_places(op, name, info, kVerb);
+  };
   check_place("query", call.query);
   if (key) check_place("key", call.key);
   // A lazy clone of torch's, which shares its memory until it is written, gets its own here.
@@ -232,18 +220,21 @@ CheckedRotary<RotaryForward> check_inplace(const RotaryInplaceOptions& options, 
   };
   const Place of_query = written(query, call.query);
   const Place of_key = key ? written(*key, call.key) : Place{};
-  if (key) check_apart("key", of_key, "query", of_query);
-  const auto read = [&](const char* name, const Tensor& tensor, int64_t bytes) {
-    const Place place{tensor.const_data_ptr(), info_of(tensor), bytes};
-    check_apart(name, place, "query", of_query);
-    if (key) check_apart(name, place, "key", of_key);
+  if (key) require_apart(op, "key", of_key, "query", of_query, kVerb);
+  const auto read = [&](const char* name, const Place& place) {
+    require_apart(op, name, place, "query", of_query, kVerb);
+    if (key) require_apart(op, name, place, "key", of_key, kVerb);
   };
   const auto read_numbers = [&](const char* name, const OptionalTensor& tensor) {
-    if (tensor) read(name, *tensor, size_of(*dtype_of(info_of(*tensor).scalar_type)));
+    if (tensor) read(name, place_of(*tensor));
   };
   read_numbers("cos", options.cos);
   read_numbers("sin", options.sin);
-  if (options.positions) read("positions", *options.positions, call.args.wide_positions ? 8 : 4);
+  if (options.positions) {
+    const Tensor& positions = *options.positions;
+    const int64_t bytes = call.args.wide_positions ? 8 : 4;
+    read("positions", {positions.const_data_ptr(), info_of(positions), bytes});
+  }
   read_numbers("query_weight", options.query_weight);
   read_numbers("key_weight", options.key_weight);
   return call;
@@ -280,13 +271,6 @@ CheckedRotary<RotaryBackward> check_backward(const RotaryBackwardOptions& option
               args.rows - 1, ", the last row of cos, got ", position);
     }
   }
-}
-
-// A tensor whose last dimension is not dense is copied, any other is read in place.
-const Tensor& with_dense_columns(const Tensor& tensor, Copies& copies) {
-  const TensorInfo info = info_of(tensor);
-  if (info.sizes[info.dims - 1] <= 1 || info.strides[info.dims - 1] == 1) return tensor;
-  return copies.emplace_back(contiguous_copy(tensor));
 }
 
 HeadStride strides_of(const Tensor& tensor) {

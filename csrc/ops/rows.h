@@ -40,6 +40,13 @@ bool has_dense_rows(const TensorInfo& info, int64_t row_dims);
 void address_rows(std::initializer_list<RowTensor*> tensors, int64_t row_dims,
                   int64_t (&row_size)[kRowDims]);
 
+// A tensor whose last dimension is not dense is copied, any other is read in place.
+inline const Tensor& with_dense_columns(const Tensor& tensor, Copies& copies) {
+  const TensorInfo info = info_of(tensor);
+  if (info.sizes[info.dims - 1] <= 1 || info.strides[info.dims - 1] == 1) return tensor;
+  return copies.emplace_back(contiguous_copy(tensor));
+}
+
 // (batch, heads, rows, cols), with bshd in the memory of a (batch, rows, heads, cols); or packed.
 inline Tensor empty_rows(const Shape& shape, DType dtype, const Device& device, bool bshd) {
   if (shape.dims != 4 || !bshd) return empty(shape, dtype, device);

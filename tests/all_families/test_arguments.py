@@ -51,6 +51,20 @@ RIGHT = {
         x=X[0], weight=torch.ones(6, 3), bias=torch.ones(6), activation="silu",
         initial_state=torch.zeros(4, 6, 2),
     ),
+    "causal_conv1d_update": dict(
+        x=X[0], conv_state=torch.zeros(4, 6, 3), weight=torch.ones(6, 3), bias=torch.ones(6),
+        activation="silu",
+    ),
+    "selective_scan": dict(
+        u=X[0], delta=X[0], A=-W.expand(6, 8), B=torch.ones(4, 8, 8), C=torch.ones(4, 8, 8),
+        D=torch.ones(6), z=X[0], delta_bias=torch.ones(6), delta_softplus=True,
+        initial_state=torch.zeros(4, 6, 8),
+    ),
+    "selective_state_update": dict(
+        state=torch.zeros(4, 6, 8), x=X[0, ..., 0], dt=X[0, ..., 0], A=-W.expand(6, 8),
+        B=torch.ones(4, 8), C=torch.ones(4, 8), D=torch.ones(6), z=X[0, ..., 0],
+        dt_bias=torch.ones(6), dt_softplus=True,
+    ),
     "cross_entropy": dict(
         input=X.view(48, 8), target=torch.zeros(48, dtype=torch.int64), weight=W, ignore_index=-1,
         label_smoothing=0.1, softcap=2.0, z_loss=0.1,

@@ -13,7 +13,7 @@ NAMES = [n for n in CALLS if n.startswith("functional.") and "drop_path_scale" n
 RAW = [n for n, call in CALLS.items() if n.startswith("ops.") and not call.lists]
 RAW = [n for n in RAW if "_check" not in n and "optimizer" not in n]
 OURS = re.compile(r"\w+: \w+ must .*, got ", re.DOTALL)
-OF_VALUES = re.compile("must lie between|must end with the number of rows")
+OF_VALUES = re.compile("must lie between|must end with the (number of rows|length)")
 
 
 def broken(call):

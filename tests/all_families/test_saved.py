@@ -27,6 +27,7 @@ KEPT = {
     "dropout": (SEED,),
     "add_dropout": (SEED,),
     "causal_conv1d": ("x", "weight", "bias"),
+    "selective_scan": ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", (2, 1, 3, 6)),
     "group_norm": (*NORM, "bias", (2, 2), (2, 2)),
     "gated_activation": ("gate", "up"),
     "gated_activation of halves": ("gate",),

@@ -135,6 +135,11 @@ CASES = {
     "causal_conv1d of packed sequences": Case(
         {"x": (1, 6, 8), "w": (6, 4)},
         lambda x, w: functional.causal_conv1d(x, w, cu_seqlens=BEGINS), [{"x": S1, "w": S0}]),
+    "selective_scan": Case(
+        {"u": (4, 6, 8), "A": (6, 3), "B": (4, 3, 8), "C": (4, 3, 8), "D": (6,), "z": (4, 6, 8)},
+        lambda u, A, B, C, D, z: functional.selective_scan(
+            u, u.abs(), -A.abs(), B, C, D, z, delta_softplus=True),
+        [every(S0, "u", "B", "C", "z"), {"u": S1, "A": S0, "D": S0, "z": S1}]),
     "quantized_linear": Case(
         X | {"b": (16,), "y": (4, 6, 16)},
         quantized,
@@ -425,6 +430,36 @@ def test_caches_are_written_where_they_lie():
     message = "must be placed alike, by whole heads or sequences, to be"
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         functional.attention_with_kv_cache(q, *moved, k, v, cache_seqlens=0)
+
+
+@on_ranks(2)
+def test_updates_of_states_in_place():
+    """By samples, channels or heads, each process its part of the state."""
+    mesh = mesh_of((2,))
+    tokens, state = torch.randn(4, 6), torch.randn(4, 6, 3)
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    numbers = -torch.rand(6, 3)
+    factors = torch.randn(2, 4, 3)
+    scanned = (tokens, tokens.abs(), numbers, *factors, bias, tokens)
+    of_heads = [t.unflatten(-1, (2, 3)) for t in (tokens, tokens.abs())]
+    of_heads = (*of_heads, numbers.view(2, 3, 3), *factors[:, :, None], bias.view(2, 3))
+    conv, update = functional.causal_conv1d_update, functional.selective_state_update
+    cases = (
+        (lambda h, x, w, b: conv(x, h, w, b, "silu"), state, (tokens, weight, bias), "0--", "100"),
+        (update, state, scanned, "00-00-0", "110--01"),
+        (update, state.view(4, 2, 3, 3), of_heads, "00-00-", "110--0"),
+    )
+    for call, before, given, *placed in cases:
+        for dimension, names in enumerate(placed):
+            places = [R if name == "-" else Shard(int(name)) for name in names]
+            parts = [spread(t, mesh, [p]) for t, p in zip(given, places, strict=True)]
+            after, own = before.clone(), spread(before.clone(), mesh, [Shard(dimension)])
+            expected = call(after, *given)
+            with CommDebugMode() as counted:
+                found = call(own, *parts)
+            assert not counted.get_total_counts()
+            assert torch.equal(found.full_tensor(), expected)
+            assert torch.equal(own.full_tensor(), after)
 
 
 @on_ranks(2)

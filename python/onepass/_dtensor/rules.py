@@ -90,6 +90,34 @@ def _causal_conv1d(given: Given) -> Layout:
     return Layout(inputs, ((*dims, None),), _choices(dims))
 
 
+def _selective_scan(given: Given) -> Layout:
+    samples = _dims(given["u"], 1)
+    # Channels of one group; of several, each process would need some of B's and C's alone.
+    channels = ("channels",) if given["B"].dim() == 3 else (None,)
+    dims, rows = (*samples, *channels), {"B": samples, "C": samples}
+    inputs = dict.fromkeys(("u", "delta", "z", "initial_state"), dims) | rows
+    inputs |= dict.fromkeys(("A", "D", "delta_bias"), channels)
+    return Layout(inputs, ((*dims, None), (*dims, None)), _choices(dims))
+
+
+def _causal_conv1d_update(given: Given) -> Layout:
+    channels = ("channels",)
+    dims = (*_dims(given["x"], 1), *channels)
+    inputs = {"x": dims, "conv_state": dims, "weight": channels, "bias": channels}
+    results = (*dims, *(None,) * (given["x"].dim() - 2))
+    return Layout(inputs, (results,), _choices(dims), written=frozenset({"conv_state"}))
+
+
+def _selective_state_update(given: Given) -> Layout:
+    samples, groups = _dims(given["x"], 1), given["B"].shape[1:-1]
+    own = ("heads", "channels") if groups == (1,) else (None, "channels")  # as in _selective_scan
+    own = own[2 - (given["x"].dim() - 1) :]
+    dims = (*samples, *own)
+    inputs = dict.fromkeys(("state", "x", "dt", "z"), dims) | {"B": samples, "C": samples}
+    inputs |= dict.fromkeys(("A", "D", "dt_bias"), own)
+    return Layout(inputs, (dims,), _choices(dims), written=frozenset({"state"}))
+
+
 def _group_norm(given: Given) -> Layout:
     input = given["input"]
     # Channels by whole groups, which stand for them.
@@ -389,6 +417,7 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "attention": _attention,
     "attention_decode": _attention_decode,
     "causal_conv1d": _causal_conv1d,
+    "causal_conv1d_update": _causal_conv1d_update,
     "cross_entropy": _loss(loss.cross_entropy, _of_logits),
     "dropout": _elementwise,
     "gated_activation": _gate,
@@ -402,4 +431,6 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "rotary": _rotary,
     "rotary_inplace": _rotary_inplace,
     "scaled_add_norm": _scaled_add_norm,
+    "selective_scan": _selective_scan,
+    "selective_state_update": _selective_state_update,
 }

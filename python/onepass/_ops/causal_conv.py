@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from onepass._dispatch_log import record_fallback
+from onepass._ops import differentiation
 from onepass._ops.autograd import differentiable
 from onepass._ops.decomposition import wide
 from onepass._ops.entry import entry
+from onepass._ops.operator import Raw
 from onepass.reference import causal_conv as reference
 
 
@@ -27,6 +30,25 @@ def causal_conv1d(
         return _definition(x, weight, bias, initial_state, seq_idx, silu)
     channels_last = x.dim() == 3 and x.stride(1) == 1 and x.stride(2) != 1
     return _causal_conv1d.run(x, weight, bias, initial_state, seq_idx, silu, channels_last)
+
+
+@entry
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> Tensor:
+    """silu(convolution) of tokens after those in conv_state, which moves on to them in place."""
+    if x.is_cuda or differentiation.is_differentiated(x, conv_state, weight, bias):
+        if not x.is_cuda and not torch.compiler.is_compiling():
+            _update.check(conv_state, x, weight, bias, silu)
+        tokens = x if x.dim() == 3 else x[..., None]
+        activation = "silu" if silu else None
+        given = wide(tokens, conv_state, weight, bias)
+        output, state = reference.causal_conv1d_update(*given, activation)
+        conv_state.copy_(state)
+        return output.to(x.dtype).view(x.shape)
+    output = _update.op(conv_state, x, weight, bias, silu)
+    differentiation.count_change(conv_state)
+    return output
 
 
 def _empty_like(x: Tensor, channels_last: bool) -> Tensor:
@@ -56,4 +78,9 @@ def _gradients(x, weight, bias, initial_state, channels_last, grad_mask):
     return dx, gradient(2, weight), gradient(4, bias), gradient(8, initial_state)
 
 
+def _updated(x):
+    return x.new_empty(x.shape)
+
+
+_update = Raw("causal_conv1d_update", _updated)
 _causal_conv1d = differentiable("causal_conv1d", _outputs, _definition, _gradients)

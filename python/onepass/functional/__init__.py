@@ -3,7 +3,7 @@
 import onepass._ops  # noqa: F401, first: it reports a broken installation
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
-from onepass.functional.causal_conv import causal_conv1d
+from onepass.functional.causal_conv import causal_conv1d, causal_conv1d_update
 from onepass.functional.dropout import add_dropout, drop_path_scale, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.group_norm import group_norm
@@ -19,6 +19,7 @@ from onepass.functional.norm import (
 )
 from onepass.functional.quantized_linear import quantized_linear
 from onepass.functional.rotary import rotary_embedding
+from onepass.functional.selective_scan import selective_scan, selective_state_update
 
 __all__ = [
     "add_dropout",
@@ -26,6 +27,7 @@ __all__ = [
     "add_rms_norm",
     "attention_with_kv_cache",
     "causal_conv1d",
+    "causal_conv1d_update",
     "cross_entropy",
     "drop_path_scale",
     "dropout",
@@ -42,6 +44,8 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",
+    "selective_scan",
+    "selective_state_update",
     "silu_mul",
     "varlen_attention",
 ]

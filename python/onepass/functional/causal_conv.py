@@ -65,10 +65,7 @@ def causal_conv1d(
         torch.Size([1, 64, 128])
     """
     try:
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"causal_conv1d: activation must be None or 'silu', got {activation!r}"
-            )
+        _check_activation("causal_conv1d", activation)
         if type(return_final_state) is not bool:
             raise TypeError  # which check_arguments names
         if seq_idx is not None or cu_seqlens is not None:
@@ -87,6 +84,56 @@ def causal_conv1d(
     except Exception:
         check_arguments(causal_conv1d, locals())
         raise
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """The causal convolution of the next tokens while decoding. `conv_state` holds the inputs
+    before them, and is updated in place: it then ends with x.
+
+    The arguments are those of `causal_conv1d_update` of the package causal-conv1d. Where a gradient
+    is wanted, and on CUDA, torch's operators run.
+
+    Args:
+        x: (batch, channels) for one token, or (batch, channels, tokens); float32, bfloat16,
+            float16 or float64.
+        conv_state: (batch, channels, at least width - 1) in x's dtype.
+        weight: (channels, width), width 2 to 8.
+        bias: (channels,).
+        activation: None or "silu".
+
+    Returns:
+        Tensor of x's shape and dtype.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit, or conv_state shares memory with
+            itself or with another argument; the message names the argument.
+        TypeError: an argument is of a wrong type.
+        ValueError: activation is neither.
+
+    Examples:
+        >>> weight, conv_state = torch.randn(64, 4), torch.zeros(2, 64, 4)
+        >>> x = torch.randn(2, 64)
+        >>> y = onepass.functional.causal_conv1d_update(x, conv_state, weight, activation="silu")
+        >>> torch.equal(conv_state[..., -1], x)
+        True
+    """
+    try:
+        _check_activation("causal_conv1d_update", activation)
+        return _causal_conv.causal_conv1d_update(x, conv_state, weight, bias, activation == "silu")
+    except Exception:
+        check_arguments(causal_conv1d_update, locals())
+        raise
+
+
+def _check_activation(op: str, activation: str | None) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be None or 'silu', got {activation!r}")
 
 
 def _final_state(x: Tensor, before: int, initial_state: Tensor | None) -> Tensor:

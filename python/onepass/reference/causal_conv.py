@@ -37,3 +37,17 @@ def causal_conv1d(
             taps = torch.where(is_in, padded[..., taken], 0)
             output = output + weight[:, k, None] * taps
     return F.silu(output) if activation == "silu" else output
+
+
+def causal_conv1d_update(
+    input: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(output, the next state) of tokens after those in `state`, (batch, channels, at least
+    width - 1)."""
+    before = state[..., state.shape[-1] - weight.shape[-1] + 1 :]
+    output = causal_conv1d(input, weight, bias, activation, before)
+    return output, torch.cat((state, input), -1)[..., input.shape[-1] :]

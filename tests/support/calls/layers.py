@@ -179,6 +179,73 @@ def _causal_convolutions():
         yield from raw("causal_conv1d_backward", upstream, text, grad_mask=15, **options)
 
 
+def _causal_updates():
+    def tokens():
+        own = {"x": randn(2, 6, 3), "conv_state": randn(2, 6, 4, seed=1)}
+        return own | {"weight": randn(6, 4), "bias": randn(6)}
+
+    of = {"optional": ("bias",), "written": ("conv_state",), "grows": {}}
+    yield public("causal_conv1d_update", tokens, options={"activation": "silu"}, **of)
+    del of["grows"]
+    yield from raw("causal_conv1d_update", tokens, silu=True, **of)
+
+
+def _selective_scans():
+    def plain():
+        shape, factor = (2, 6, 9), (2, 3, 9)
+        own = {"u": randn(*shape), "delta": randn(*shape, seed=1), "A": -randn(6, 3).exp()}
+        own |= {"B": randn(*factor), "C": randn(*factor, seed=1), "D": randn(6, seed=1)}
+        return own | {"z": randn(*shape, seed=2), "delta_bias": randn(6, seed=2)}
+
+    given = ("D", "z", "delta_bias")
+    of = {"optional": given, "differentiable": True, "grows": {}}
+    yield public("selective_scan", plain, options={"delta_softplus": True}, **of)
+
+    def after_state():
+        return plain() | {"initial_state": randn(2, 6, 3, seed=3)}
+
+    def packed():
+        own = {name: t[:1] if t.dim() == 3 else t for name, t in plain().items()}
+        return own | {"cu_seqlens": torch.tensor([0, 2, 2, 9], dtype=torch.int32)}
+
+    options = {"delta_softplus": True, "channels_last": False}
+    for text, make, name, chunks in (
+        ("", after_state, "initial_state", 1), (" packed", packed, None, 4)
+    ):  # fmt: skip
+
+        def upstream(make=make, chunks=chunks):
+            own = make()
+            batch = own["u"].shape[0]
+            last = randn(2 if chunks == 1 else 3, 6, 3, seed=5)
+            states = randn(batch, chunks, 3, 6, seed=6)
+            own |= {"dlast_state": last, "states": states}
+            return {"doutput": randn(2, 6, 9, seed=4)[:batch]} | own
+
+        options |= {"optional": (*given, *([name] if name else []))}
+        yield from raw("selective_scan_forward", make, text, save_states=True, **options)
+        options |= {"optional": (*options["optional"], "doutput", "dlast_state")}
+        yield from raw("selective_scan_backward", upstream, text, grad_mask=511, **options)
+
+
+def _state_updates():
+    def one():
+        own = {"state": randn(2, 6, 4), "x": randn(2, 6), "dt": randn(2, 6, seed=1)}
+        own |= {"A": -randn(6, 4).exp(), "B": randn(2, 4), "C": randn(2, 4, seed=1)}
+        return own | {"D": randn(6), "z": randn(2, 6, seed=2), "dt_bias": randn(6, seed=3)}
+
+    def of_heads():
+        own = {"state": randn(2, 4, 3, 5), "x": randn(2, 4, 3), "dt": randn(2, 4, 3, seed=1)}
+        own |= {"A": -randn(4, 3, 5).exp(), "B": randn(2, 2, 5), "C": randn(2, 2, 5, seed=1)}
+        own |= {"D": randn(4, 3), "z": randn(2, 4, 3, seed=2), "dt_bias": randn(4, 3, seed=3)}
+        return own
+
+    of = {"optional": ("D", "z", "dt_bias"), "written": ("state",)}
+    for text, make in (("", one), (" of heads", of_heads)):
+        options = {"dt_softplus": True}
+        yield public("selective_state_update", make, text, options=options, grows={}, **of)
+        yield from raw("selective_state_update", make, text, **options, **of)
+
+
 def _group_norms():
     def plain():
         return {"input": randn(2, 8, 5, 6), "weight": randn(8), "bias": randn(8, seed=1)}
@@ -317,5 +384,6 @@ def _quantized_linear():
 
 def calls() -> Iterator[Call]:
     parts = (_norms, _modulated_norms, _branches, _dropouts, _causal_convolutions, _group_norms)
-    for part in (*parts, _gates, _linear, _quantized_linear):
+    parts = (*parts, _gates, _linear, _quantized_linear)
+    for part in (*parts, _causal_updates, _selective_scans, _state_updates):
         yield from part()

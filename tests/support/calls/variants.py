@@ -144,6 +144,21 @@ def causal_convolutions() -> Iterator[Call]:
         yield variant(f"{text}, packed", run, grows={}, **given, bias=own["bias"], seq_idx=numbers)
 
 
+def selective_scans() -> Iterator[Call]:
+    optional = {"D": randn(4, seed=1), "delta_bias": randn(4, seed=2), "z": randn(2, 4, 5, seed=3)}
+    optional |= {"initial_state": randn(2, 4, 3, seed=4)}
+    for last, grouped in itertools.product((False, True), repeat=2):
+        u = randn(2, 5, 4).mT if last else randn(2, 4, 5)
+        own = {"u": u, "delta": randn(2, 4, 5, seed=5).abs(), "A": -randn(4, 3).exp()}
+        shape = (2, 2, 3, 5) if grouped else (2, 3, 5)
+        own |= {"B": randn(*shape, seed=6), "C": randn(*shape, seed=7)}
+        text = f"selective_scan, channels last {last}, groups {grouped}"
+        for names in ((), ("D", "z"), tuple(optional)):
+            options = {"delta_softplus": "delta_bias" in names, "return_last_state": True}
+            run = partial(functional.selective_scan, **options)
+            yield variant(f"{text}, {names}", run, grows={}, **own, **_some(optional, *names))
+
+
 def linears() -> Iterator[Call]:
     layer = {"weight": randn(5, 8), "bias": randn(5, seed=1)}
     for rows, names in itertools.product(((), (3,), (2, 13)), (("weight",), tuple(layer))):
@@ -300,5 +315,5 @@ def quantized_linears() -> Iterator[Call]:
 
 def variants() -> Iterator[Call]:
     families = (norms, modulated_norms, branches, gates, group_norms, linears, losses, rotaries)
-    for family in (*families, causal_convolutions, quantized_linears, attentions):
+    for family in (*families, causal_convolutions, selective_scans, quantized_linears, attentions):
         yield from family()
