@@ -26,9 +26,6 @@ from tests.integrations.transformers_cases import (
     transformers,
 )
 
-# Draws of gradients: one is too few for so small a model, eight too few for a scale of one number.
-DRAWS = (8, 40)
-
 
 def formula(module, query, key, value, mask, scaling, softcap=None, s_aux=None, indices=None, **_):
     """In float64, whose eager functions compute the softmax in float32."""
@@ -84,36 +81,7 @@ def test_values_and_gradients(name, padding):
     assert ours.shape == base.shape
     numerics.assert_close(ours, truth, base)
 
-    draws: list[list[torch.Tensor]] = []
-    for count in DRAWS:
-        while len(draws) < count:
-            weights = torch.randn(truth.shape, dtype=torch.float64)
-            draws.append(gradients([(model, ours), (ref, truth), (stock, base)], weights))
-        pooled = [torch.stack(parameter, 1) for parameter in zip(*draws, strict=True)]
-        sizes = [of_ref.abs().max() for _, of_ref, _ in pooled]
-        # Relative to the largest of each parameter, except gradients that are zero up to rounding.
-        shares = [p / s for p, s in zip(pooled, sizes, strict=True) if s > 1e-3 * max(sizes)]
-        assert len(shares) > 8
-        found = [torch.cat([share[n].flatten() for share in shares]) for n in range(3)]
-        found[0] = found[0].float()
-        if numerics.compare(*found).ok:
-            return
-    numerics.assert_close(*found)
-
-
-def gradients(runs, weights: torch.Tensor) -> list[torch.Tensor]:
-    """Per parameter that has one, its gradients in all runs of (model, output)."""
-    results = []
-    for m, y in runs:
-        wanted = [parameter for parameter in m.parameters() if parameter.requires_grad]
-        loss = (y * weights.to(y)).sum()
-        results.append(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
-    assert [g is None for g in results[0]] == [g is None for g in results[2]]
-    return [
-        torch.stack([g.double() for g in parameter])
-        for parameter in zip(*results, strict=True)
-        if parameter[0] is not None
-    ]
+    cases.assert_gradients_close([(model, ours), (ref, truth), (stock, base)])
 
 
 def test_every_model_known_to_compute_the_same_is_tested():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onepass import _dispatch_log
+from onepass import _dispatch_log, numerics
 
 transformers = pytest.importorskip("transformers")
 
@@ -118,6 +118,8 @@ ROTATING = {
     "glm": ("GlmForCausalLM", dict(_GROUPED, head_dim=8)),
     "olmo": ("OlmoForCausalLM", _GROUPED),
 }
+# Draws of gradients: one is too few for so small a model, eight too few for a scale of one number.
+DRAWS = (8, 40)
 ENCODER_DECODER = ("t5", "umt5", "t5gemma", "bart", "whisper")
 
 
@@ -198,3 +200,39 @@ def implementations(model) -> list[str]:
 
 def kinds(model):
     return [type(module) for module in model.modules()]
+
+
+def assert_gradients_close(*batches) -> None:
+    """By the numerics rule: the gradients of all parameters in three runs of (model, output) of
+    each batch, with ours, in float64, and stock's, for random upstream gradients."""
+    draws: list[list[torch.Tensor]] = []
+    for count in DRAWS:
+        while len(draws) < count:
+            runs = batches[len(draws) % len(batches)]
+            weights = torch.randn(runs[0][1].shape, dtype=torch.float64)
+            draws.append(_gradients(runs, weights))
+        pooled = [torch.stack(parameter, 1) for parameter in zip(*draws, strict=True)]
+        sizes = [of_ref.abs().max() for _, of_ref, _ in pooled]
+        # Relative to the largest of each parameter, except gradients that are zero up to rounding.
+        shares = [p / s for p, s in zip(pooled, sizes, strict=True) if s > 1e-3 * max(sizes)]
+        assert len(shares) > 8
+        found = [torch.cat([share[n].flatten() for share in shares]) for n in range(3)]
+        found[0] = found[0].float()
+        if numerics.compare(*found).ok:
+            return
+    numerics.assert_close(*found)
+
+
+def _gradients(runs, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Per parameter that has one, its gradients in all runs of (model, output)."""
+    results = []
+    for m, y in runs:
+        wanted = [parameter for parameter in m.parameters() if parameter.requires_grad]
+        loss = (y * weights.to(y)).sum()
+        results.append(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
+    assert [g is None for g in results[0]] == [g is None for g in results[2]]
+    return [
+        torch.stack([g.double() for g in parameter])
+        for parameter in zip(*results, strict=True)
+        if parameter[0] is not None
+    ]

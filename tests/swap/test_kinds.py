@@ -17,12 +17,14 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 from onepass import _dispatch_log, numerics
 from onepass.swapping import plan
+from onepass.swapping.matchers import COPIED
 from onepass.swapping.reasons import Reason
 from tests.swap import (
     attention_by_hand,
     foreign_attention,
     foreign_linear,
     foreign_norms,
+    foreign_scans,
     small_models,
     test_loss,
     test_mlp,
@@ -148,6 +150,10 @@ def rotary(cls: type[nn.Module], inputs: Callable = test_rotary.inputs) -> Case:
     return Case(cls, inputs, "rotary", "onepass.functional.rotary_embedding", "rotary", calls)
 
 
+def scan(cls: type[nn.Module]) -> Case:
+    return Case(cls, of(foreign_scans.TOKENS, 16), "scan", "onepass ", foreign_scans.FOUND[cls])
+
+
 def attention(make: Callable, to: str, *names: str, calls: int = 1, inputs=None) -> Case:
     return Case(make, inputs or of(7, 16), "attention", to, "attention", calls, names or ("it",))
 
@@ -244,6 +250,7 @@ CASES = {
     "gated: silu in bfloat16": gated(test_mlp.Llamas, BF16),
     "rotary: one table": rotary(test_rotary.Attention, lambda rows: test_rotary.inputs(rows, 1)),
     **{f"rotary: {cls.__name__}": rotary(cls) for cls in test_rotary.FOUND},
+    **{f"scan: {cls.__name__}": scan(cls) for cls in foreign_scans.FOUND},
     **{f"attention: {cls.__name__}": attention_call(cls) for cls in foreign_attention.FOUND},
     "attention: beside torch's": attention(
         foreign_attention.BesideTorchs, "onepass.", "it", "it.other", calls=2
@@ -266,7 +273,7 @@ CASES = {
 KINDS = (
     "LayerNorm", "GammaBeta", "GroupNorm", "group norm, silu", "Linear", "Conv1D",
     "F.linear: Plain", "gated: silu", "gated: fused", "rotary: Attention",
-    "attention: beside torch's", "loss: LanguageModel",
+    "scan: Convolution", "scan: Scan", "attention: beside torch's", "loss: LanguageModel",
 )  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 kinds = pytest.mark.parametrize("name", KINDS)
@@ -465,7 +472,7 @@ def test_on_meta_and_loaded_later(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["RMSNorm", *(n for n in KINDS if CASES[n].kind not in ("rotary", "attention", "loss"))]
+    "name", ["RMSNorm", *(n for n in KINDS if CASES[n].kind not in (*COPIED, "attention", "loss"))]
 )
 def test_traced_by_fx(name):
     """A graph calls a swapped module as a whole, parts of a Sequential as stock's, and the root as
@@ -487,6 +494,7 @@ def test_traced_by_fx(name):
         ("attention: Plain", "scaled_dot_product_attention"),
         ("F.linear: Plain", "linear"),
         ("rotary: Attention", "rotary_embedding"),
+        ("scan: Convolution", "causal_conv1d"),
         ("loss: LanguageModel", "cross_entropy"),
     ],
 )
@@ -502,7 +510,9 @@ def test_modes_further_out_see_a_redirected_call(name, function):
     assert function in found
 
 
-PROVEN = ("GammaBeta", "gated: silu", "rotary: Attention", "adaptive norm", "resnet block")
+PROVEN = (
+    "GammaBeta", "gated: silu", "rotary: Attention", "scan: Scan", "adaptive norm", "resnet block",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROVEN)

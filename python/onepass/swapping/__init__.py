@@ -25,7 +25,9 @@ What is proven, and computes:
     gated.py         the same for gated feed-forward blocks
     adaptive.py      the same for norms of diffusers with scale and shift
     activated.py     the same for group norms with silu after them
-    rotary.py        functions that rotate, and the forwards that call ours; rotary_proof.py
+    copies.py        copies of forwards that call ours in place of functions of their file
+    rotary.py        functions that rotate, by their arguments; rotary_proof.py
+    scans.py         functions of state-space layers, by their decorator
     by_hand.py       softmax(q k^T) v by hand; scores.py without data, recorded.py the calls on
                      them, factors.py the products, by_hand_call.py the call of attention,
                      by_hand_proof.py its proof

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -26,10 +27,10 @@ from onepass.functional._internal import (
     cross_entropy_gains,
     linear_where_it_gains,
 )
-from onepass.swapping import foreign, rotary
+from onepass.swapping import copies, foreign, rotary, scans
 from onepass.swapping.facts import is_as_proven
 from onepass.swapping.inputs import is_for_attention, is_for_loss, is_for_norm, is_plain
-from onepass.swapping.providers import LAZY_LOGITS, LOSSES, provider
+from onepass.swapping.providers import LAZY_LOGITS, LOSSES, SCANS, provider
 from onepass.swapping.quantization import Qconfig
 from onepass.swapping.redirection import ARE_SMALL, redirected
 from onepass.swapping.specs import (
@@ -40,6 +41,7 @@ from onepass.swapping.specs import (
     HeadSpec,
     NormSpec,
     RotarySpec,
+    ScanSpec,
     Spec,
 )
 
@@ -210,8 +212,8 @@ class Calls(Swapped):
 
     `make_class` gets the calls, of `REDIRECTED`, and adds the forward with the original's
     signature. For "loss_function", the loss of a model of transformers, it adds that property
-    instead. Functions that rotate are given by their specs, and so is a head, for which it adds a
-    property with its name.
+    instead. Functions of the forward's file are given by their specs, and so is a head, for which
+    it adds a property with its name.
     """
 
     _onepass_spec: tuple[Call, ...]
@@ -236,9 +238,19 @@ def redirects(cls: type, kind: str) -> bool:
 
 
 def call_name(call: Call) -> str:
-    if isinstance(call, HeadSpec):
-        return "loss_head"
-    return "rotary" if isinstance(call, RotarySpec) else call
+    return call if isinstance(call, str) else _NAMES_OF_CALLS[type(call)]
+
+
+_NAMES_OF_CALLS = {HeadSpec: "loss_head", RotarySpec: "rotary", ScanSpec: "scan"}
+
+
+def _computing(function: Callable, spec: RotarySpec | ScanSpec) -> Callable:
+    """Ours, for a function of a forward's file."""
+    if isinstance(spec, RotarySpec):
+        return rotary.rotating(function, spec)
+    if scans.decorated_as(function) != (spec.of_package, scans.FUNCTIONS[spec.of_package][0]):
+        return function  # another one, which a program assigned before it loaded a pickled model
+    return provider(SCANS).computing(function, spec)
 
 
 class LayerNorm(LayerNormForward, onepass.nn.LayerNorm):
@@ -345,7 +357,7 @@ def make_class(original: type, forward: type[Swapped], spec: Spec | None = None)
     Args:
         spec: for a `ForeignNormForward` the norm, for an `AdaptiveForward` or `ActivatedForward`
             its form, for a `gated.GatedForward` the block; for `Calls` the members of `REDIRECTED`
-            and the functions that rotate, sorted by their text.
+            and the specs of other calls, sorted by their text.
 
     Raises:
         TypeError: original cannot be subclassed.
@@ -376,10 +388,20 @@ def _make_class(original: type, forward: type[Swapped], spec: Spec | None) -> ty
     if forward is Calls:
         # The report shows the last: of a model's loss the head.
         named = sorted(map(call_name, spec))
-        namespace["_onepass_to"] = {name.partition("_")[0]: REDIRECTED[name] for name in named}
-        rotations = [call for call in spec if isinstance(call, RotarySpec)]
+        namespace["_onepass_to"] = {
+            name.partition("_")[0]: REDIRECTED[name] for name in named if name in REDIRECTED
+        }
+        scanned = [call for call in spec if isinstance(call, ScanSpec)]
+        functions = [call for call in spec if isinstance(call, RotarySpec)] + scanned
         kinds = [call for call in spec if call in ARE_SMALL]
-        run = rotary.redirected(original.forward, rotations) if rotations else original.forward
+        run = original.forward
+        if functions:
+            run = copies.redirected(run, functions, _computing)
+        if scanned:
+            of_package = [call.of_package for call in scanned]
+            namespace["_onepass_to"]["scan"] = f"onepass {scans.named(of_package)}"
+            if scans.SCAN in of_package:
+                run = provider(SCANS).forward_of(run)
         run = redirected(run, kinds) if kinds else run
         heads = [call.name for call in spec if isinstance(call, HeadSpec)]
         if heads:

@@ -15,7 +15,7 @@ from onepass._policy.precision import ATTRIBUTE, check_precision
 from onepass.swapping import by_name, classes, matchers, notes
 from onepass.swapping.changes import ABSENT, Change, Edit, Journal
 from onepass.swapping.classes import is_swapped
-from onepass.swapping.plan import Plan
+from onepass.swapping.plan import NO_GAIN_HERE, Plan
 from onepass.swapping.reasons import Reason
 from onepass.swapping.report import Report, Restored
 from onepass.swapping.restored import ATTACHED, keeps_its_class, unswapped
@@ -82,11 +82,14 @@ def swap(
     - Norms of other libraries, gated feed-forward blocks, and functions with arguments cos and sin
       that rotate query and key: found by their parts, tested numerically. A forward that calls such
       a function is replaced by a copy that calls onepass's.
+    - Causal convolutions, Mamba's selective scans and their steps of decoding in models of
+      transformers, on a CPU: functions that stand in for those of the packages causal-conv1d and
+      mamba-ssm, tested numerically, and replaced in the same way.
 
     Args:
         model: any module; it may itself be a norm.
-        kinds: which families to swap, of "norm", "attention", "dropout", "mlp", "rotary", "linear"
-            and "loss"; None: all.
+        kinds: which families to swap, of "norm", "attention", "dropout", "mlp", "rotary", "scan",
+            "linear" and "loss"; None: all.
             Linear layers (transformers' Conv1D, and modules that call F.linear) are swapped where
             torch is slow at their products: on a CPU in bfloat16 without AVX-512, in float16, and
             in float32 if it is AMD's. The others keep their class, which a note says, or, if kinds
@@ -101,8 +104,8 @@ def swap(
             ours. The report names them; let its `verify` compare.
         dry_run: report the planned changes, change nothing.
         strict: raise if a candidate is refused, or if an explicitly passed kind matches no module.
-            Linear layers and group norms that gain nothing count as matched.
-        probe: test norms, feed-forward blocks and rotating functions of other libraries
+            Linear layers, group norms and scans that gain nothing count as matched.
+        probe: test norms, feed-forward blocks, rotating functions and scans of other libraries
             numerically and swap those that pass. False skips all that are not forced.
         lazy_logits: models of transformers compute the loss of a training step without their
             logits, by `onepass.functional.linear_cross_entropy`. `output.logits` is then a tensor
@@ -331,8 +334,8 @@ def _check_strict(kinds: tuple[str, ...], plan: Plan) -> None:
     matched = {entry["kind"] for entry in plan.report.swapped}
     if plan.as_fast:
         matched.add("linear")
-    if any(entry["reason"].kind is Reason.GROUP_NORM for entry in plan.report.skipped):
-        matched.add("norm")
+    reasons = {entry["reason"].kind for entry in plan.report.skipped}
+    matched |= {kind for reason, kind in NO_GAIN_HERE.items() if reason in reasons}
     for kind in kinds:
         if kind not in matched:
             raise RuntimeError(

@@ -13,7 +13,11 @@ from onepass._refusals import is_number
 from onepass.swapping.scores import Scores
 
 MOST_HEAD_DIM = 512  # of the attention operator
-_OF_KIND = {"dropout": "norm", "mlp": "gate"}  # families whose kinds have other names
+_OF_KIND = {
+    "dropout": "norm",
+    "mlp": "gate",
+    "scan": "selective_scan",
+}  # families whose kinds have other names
 
 
 def has_kernels(device: str, kind: str = "norm") -> bool:

@@ -19,14 +19,15 @@ from onepass import _library, _stock
 from onepass._imported import is_a
 from onepass._policy import products, small_calls
 from onepass.nn._parts import has_hooks
-from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary
+from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary, scans
 from onepass.swapping.inputs import MOST_HEAD_DIM, has_kernels
 from onepass.swapping.providers import DIFFUSERS, provider
 from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 from onepass.swapping.specs import Structure
 
-KINDS = ("norm", "attention", "dropout", "mlp", "rotary", "linear", "loss")
-BESIDE = ("rotary", "linear", "loss")  # kinds that a module may have beside another
+KINDS = ("norm", "attention", "dropout", "mlp", "rotary", "scan", "linear", "loss")
+BESIDE = ("rotary", "scan", "linear", "loss")  # kinds that a module may have beside another
+COPIED = ("rotary", "scan")  # those whose forward is a copy: calls of the modules in it stay
 
 
 class Match(NamedTuple):
@@ -37,7 +38,13 @@ class Match(NamedTuple):
     kind: str
     forward: type[classes.Swapped] | None = None
     structure: (
-        Structure | gated.Parts | activated.Activated | adaptive.Adaptive | rotary.Functions | None
+        Structure
+        | gated.Parts
+        | activated.Activated
+        | adaptive.Adaptive
+        | rotary.Functions
+        | scans.Functions
+        | None
     ) = None
     reason: SkipReason | None = None
     unknown: bool = False
@@ -89,9 +96,9 @@ def match(module: nn.Module, kinds: tuple[str, ...]) -> Match | None:
 
 
 def matches(module: nn.Module, kinds: tuple[str, ...], precision: str | None = None) -> list[Match]:
-    """Matches of a module: at most one of norm, attention and dropout; and rotary, linear and loss,
-    as a forward may also call a rotating function, F.linear and F.cross_entropy. `precision`: that
-    which swap gives products of float32."""
+    """Matches of a module: at most one of norm, attention and dropout; and rotary, scan, linear
+    and loss, as a forward may also call functions of its file, F.linear and F.cross_entropy.
+    `precision`: that which swap gives products of float32."""
     if isinstance(module, torch.jit.ScriptModule):  # its Python class does not show its code
         return []
     if isinstance(module, classes.Swapped):
@@ -260,6 +267,20 @@ def _rotary(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | 
     return None
 
 
+def _scan(module: nn.Module, calls: Callable[[], callsites.Calls]) -> Match | None:
+    found = scans.functions(module)
+    if not found.called:
+        return (
+            Match("scan", reason=Reason.DECORATED.format()) if scans.is_decorated(module) else None
+        )
+    device = next((str(p.device.type) for p in module.parameters()), "cpu")
+    if device not in ("cpu", "meta"):
+        names = [called.of_package for called in found.called]
+        words, packages = scans.named(names), scans.faster_elsewhere(names)
+        return Match("scan", reason=Reason.SCAN_ELSEWHERE.format(words, device, packages))
+    return Match("scan", forward=classes.Calls, structure=found)
+
+
 def _linear(
     module: nn.Module, calls: Callable[[], callsites.Calls], precision: str | None = None
 ) -> Match | None:
@@ -339,6 +360,7 @@ _RULES = {
     "dropout": _dropout,
     "mlp": _mlp,
     "rotary": _rotary,
+    "scan": _scan,
     "linear": _linear,
     "loss": _loss,
 }

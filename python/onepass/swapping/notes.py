@@ -20,7 +20,7 @@ from onepass._policy.precision import (
     quantizes,
     rounds_factors,
 )
-from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers
+from onepass.swapping import by_hand, by_name, callsites, classes, foreign, matchers, scans
 from onepass.swapping.activated import ActivatedForward
 from onepass.swapping.adaptive import AdaptiveForward
 from onepass.swapping.classes import ForeignNormForward
@@ -28,7 +28,7 @@ from onepass.swapping.inputs import MOST_HEAD_DIM
 from onepass.swapping.plan import Plan
 from onepass.swapping.providers import DIFFUSERS, provider
 from onepass.swapping.restored import ATTACHED
-from onepass.swapping.specs import RotarySpec
+from onepass.swapping.specs import RotarySpec, ScanSpec
 from onepass.swapping.texts import grouped
 from onepass.swapping.walk import wrapper
 
@@ -110,6 +110,10 @@ _NO_LAZY_LOGITS = (
 _ATTACHED_LOSS = (
     "{names}: on onepass's loss since an earlier attach; unswap leaves that, "
     "onepass.integrations.transformers.detach(model) undoes it"
+)
+_SCANS = (
+    "{names}: onepass's operators compute their {words}{but}; on a CPU, in training and decoding: "
+    "elsewhere, and in calls that those do not take, the model's own functions run"
 )
 _UNPROVEN = "{names}: {reason}; it stays as it is"
 _PROBED = (
@@ -204,10 +208,26 @@ def _of_results(plan: Plan) -> Iterator[str]:
         yield _PROBED
     adapting = [c.name for c in plan.classes if issubclass(c.cls, AdaptiveForward)]
     yield from _note(_ADAPTIVE, adapting)
-    if "rotary" in kinds:
+    if "scan" in kinds:
+        yield from _of_scans(plan)
+    if kinds & {*matchers.COPIED}:
         for reason in dict.fromkeys(reason for _, reason in plan.unproven):
             names = [name for name, own in plan.unproven if own == reason]
             yield _UNPROVEN.format(names=", ".join(grouped(names)), reason=reason)
+
+
+def _of_scans(plan: Plan) -> Iterator[str]:
+    named = collections.defaultdict(list)
+    for change in plan.classes:
+        if classes.redirects(change.cls, "scan"):
+            specs = (call for call in change.cls._onepass_spec if isinstance(call, ScanSpec))
+            words = scans.named(spec.of_package for spec in specs)
+            others = ", ".join(dict.fromkeys(scans.others(change.module)))
+            named[words, f", the model's own functions {others}" if others else ""].append(
+                change.name
+            )
+    for (words, but), names in named.items():
+        yield _SCANS.format(names=", ".join(grouped(names)), words=words, but=but)
 
 
 def _of_precision(plan: Plan) -> str:

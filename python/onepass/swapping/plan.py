@@ -23,11 +23,12 @@ from onepass.swapping import (
     matchers,
     rotary,
     rotary_proof,
+    scans,
 )
 from onepass.swapping import probe as probing
 from onepass.swapping.changes import ABSENT, Change, Edit
 from onepass.swapping.classes import ForeignNormForward, is_swapped, make_class
-from onepass.swapping.providers import LAZY_LOGITS, provider
+from onepass.swapping.providers import LAZY_LOGITS, SCANS_PROOF, provider
 from onepass.swapping.reasons import Reason, SkipReason
 from onepass.swapping.report import Report
 from onepass.swapping.restored import without
@@ -39,11 +40,12 @@ from onepass.swapping.specs import (
     HeadSpec,
     NormSpec,
     RotarySpec,
+    ScanSpec,
     Structure,
 )
 from onepass.swapping.walk import Choice, Found, walk
 
-Verdict = NormSpec | ActivatedSpec | AdaptiveSpec | GatedSpec | RotarySpec
+Verdict = NormSpec | ActivatedSpec | AdaptiveSpec | GatedSpec | RotarySpec | ScanSpec
 # By configuration: the judged object, kept alive as long as the configuration refers to it.
 Verdicts = dict[tuple, tuple[object, Verdict | SkipReason]]
 _SHARED: contextvars.ContextVar[Verdicts | None] = contextvars.ContextVar("verdicts", default=None)
@@ -52,6 +54,8 @@ _NOT_BY_FORCE = "; force does not change that"
 _WITH_PRODUCTS = ("attention", "linear")
 _LINEAR = (nn.Linear, nn.MultiheadAttention)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Reasons that refuse nothing, with their kinds.
+NO_GAIN_HERE = {Reason.GROUP_NORM: "norm", Reason.SCAN_ELSEWHERE: "scan"}
 _READ_DIRECTLY = torch.nn.modules.linear.NonDynamicallyQuantizableLinear  # by MultiheadAttention
 
 
@@ -324,7 +328,7 @@ class Plan:
             return
         as_fast = match.reason is not None and match.reason.kind is Reason.AS_FAST
         calls = match.named or match.kind in matchers.BESIDE or match.forward is classes.Calls
-        calls = calls and match.kind != "rotary"  # calls of the modules in it stay unchanged
+        calls = calls and match.kind not in matchers.COPIED
         if calls and not as_fast:
             self._kept[match.kind][id(module)] = item.names[0]
         if as_fast:
@@ -338,7 +342,7 @@ class Plan:
         if match.named:
             self._consider_named(item, match.kind, reason)
             return
-        if match.reason is not None and match.reason.kind is Reason.GROUP_NORM:
+        if match.reason is not None and match.reason.kind in NO_GAIN_HERE:
             reason = reason or match.reason  # nothing is refused
         if reason:
             self._skip(item, reason)
@@ -392,11 +396,11 @@ class Plan:
             return None, reason + _NOT_BY_FORCE * forced
         if isinstance(match.structure, gated.Parts):
             spec = self._block(module, match.structure)
-        elif isinstance(match.structure, rotary.Functions):
-            verdicts = [self._rotation(x, match.structure.sizes) for x in match.structure.called]
-            proven = [verdict for verdict in verdicts if isinstance(verdict, RotarySpec)]
-            refused = [verdict for verdict in verdicts if not isinstance(verdict, RotarySpec)]
-            if not proven:
+        elif isinstance(match.structure, (rotary.Functions, scans.Functions)):
+            verdicts = self._functions(match.structure)
+            proven = [verdict for verdict in verdicts if not isinstance(verdict, SkipReason)]
+            refused = [verdict for verdict in verdicts if isinstance(verdict, SkipReason)]
+            if all(scans.computes_nothing(spec) for spec in proven):
                 return None, refused[0] + _NOT_BY_FORCE * forced
             self.unproven += [(item.names[0], reason) for reason in refused]
             spec = _sorted(*before, *proven)
@@ -479,11 +483,25 @@ class Plan:
         key = gated.configuration(module, parts)
         return self._judged(key, module, Reason.BLOCK, lambda: gated.prove(module, parts))
 
-    def _rotation(self, called: rotary.Called, sizes: tuple[int, ...]) -> RotarySpec | SkipReason:
+    def _functions(
+        self, found: rotary.Functions | scans.Functions
+    ) -> list[RotarySpec | ScanSpec | SkipReason]:
+        """The verdicts on the functions that a module calls."""
         if not self._probe:
-            return Reason.PROBE_OFF.format()
-        key = (called.name, id(called.function), sizes)
-        return self._judged(key, called, Reason.ROTARY, lambda: rotary_proof.prove(called, sizes))
+            return [Reason.PROBE_OFF.format()]
+        if isinstance(found, rotary.Functions):
+            reason, more, prove = Reason.ROTARY, found.sizes, rotary_proof.prove
+        else:
+            reason, more, prove = Reason.SCAN, found.beside_scan, provider(SCANS_PROOF).prove
+        return [
+            self._judged(
+                (called.name, id(called.function), more),
+                called,
+                reason,
+                functools.partial(prove, called, more),
+            )
+            for called in found.called
+        ]
 
     def _judged(
         self, key: tuple, judged: object, reason: Reason, prove: Callable[[], Verdict | str]

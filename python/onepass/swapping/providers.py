@@ -20,6 +20,10 @@ LOSSES = "transformers.losses"
 # edits, names and notes of attention that modules take by a name in their config; stock(model) and
 # implementations(model): what `attach` has done.
 MODELS = "transformers.models"
+# computing(function, spec), forward_of(forward): functions of state-space layers that stand in for
+# those of a package; prove(called, beside_scan), whether one is computed.
+SCANS = "transformers.scans"
+SCANS_PROOF = "transformers.scans_proof"
 
 
 def provider(name: str) -> ModuleType:

@@ -75,6 +75,7 @@ class Reason(enum.Enum):
         "softmax(q k^T) v by hand, which is left as it is on {}; calls of "
         "F.scaled_dot_product_attention are taken there"
     )
+    SCAN_ELSEWHERE = "its {} run as before on {}, where the packages {} are faster than onepass"
     AS_FAST = "torch is as fast here in {}"
     BUFFERS = "keeps buffers: {}"
     KEEPS_TENSOR = "keeps a tensor in its attribute {!r}"
@@ -113,6 +114,7 @@ class Reason(enum.Enum):
     PROBE = "the probe refuses it"
     BLOCK = "the proof of its block fails"
     ROTARY = "the proof of a function that it calls fails"
+    SCAN = "the proof of a function of its layer fails"
     BY_NAME = "attention by name is refused"
     DIFFUSERS = "the way that diffusers calls attention is refused"
 

@@ -1,21 +1,16 @@
 """Functions of other libraries that rotate query and key: found where a forward calls them, and
-redirected.
+computed by ours.
 
-Models of transformers call a function of their own file, `apply_rotary_pos_emb(q, k, cos, sin)`.
-It is a global of a forward, so a swapped class gets a copy of the forward whose code reads that one
-global by another name, which is bound to our function in the same module. Nothing else uses that
-name: the module's own functions, other instances and other threads run as before.
+Models of transformers call a function of their own file, `apply_rotary_pos_emb(q, k, cos, sin)`;
+`copies.py` makes the forward that calls ours.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
 import re
 import types
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +19,7 @@ from torch import Tensor, nn
 import onepass.functional
 from onepass._overrides import visibly
 from onepass._policy import small_calls
-from onepass.swapping import callsites
+from onepass.swapping import callsites, copies
 from onepass.swapping.inputs import has_kernels, is_autocast, is_plain
 from onepass.swapping.specs import Form, RotarySpec
 
@@ -52,22 +47,19 @@ class Functions(NamedTuple):
 
 def functions(module: nn.Module) -> Functions:
     """The functions with arguments cos and sin that the forward of a module calls."""
-    *_, inner = _levels(inspect.getattr_static(type(module), "forward"))
-    found = tuple(_called(inner)) if isinstance(inner, types.FunctionType) else ()
+    found = tuple(copies.called(module, _recognised))
     return Functions(found, _sizes(module) if found else ())
 
 
 def is_decorated(module: nn.Module) -> bool:
     """Whether the forward that calls such functions cannot be replaced by a copy."""
-    *_, reached = _levels(inspect.getattr_static(type(module), "forward"))
-    inner = inspect.unwrap(reached) if isinstance(reached, types.FunctionType) else reached
-    return inner is not reached and isinstance(inner, types.FunctionType) and any(_called(inner))
+    return copies.is_decorated(module, _recognised)
 
 
 def others(module: nn.Module) -> list[str]:
     """Functions that seem to rotate, but have other arguments than cos and sin."""
-    *_, inner = _levels(inspect.getattr_static(type(module), "forward"))
-    if not isinstance(inner, types.FunctionType):
+    inner = copies.innermost(module)
+    if inner is None:
         return []
     variables = inner.__globals__
     named = (
@@ -76,31 +68,9 @@ def others(module: nn.Module) -> list[str]:
     return [name for name in named if name in variables and not _parameters(variables[name])]
 
 
-def _levels(forward) -> Iterator:
-    """A forward, and repeatedly the function in its closure, as with decorators."""
-    yield forward
-    while any(cell is not None for cell in _cells(forward)):
-        forward = forward.__wrapped__
-        yield forward
-
-
-def _cells(function) -> list[types.CellType | None]:
-    """The cells of its closure that hold the wrapped function, None in place of others."""
-    inner = getattr(function, "__wrapped__", None)
-    if not isinstance(function, types.FunctionType) or not isinstance(inner, types.FunctionType):
-        return []
-    return [
-        cell if cell != types.CellType() and cell.cell_contents is inner else None
-        for cell in function.__closure__ or ()
-    ]
-
-
-def _called(forward: types.FunctionType) -> Iterator[Called]:
-    variables = forward.__globals__
-    for name in sorted(callsites.names_of(forward.__code__)):
-        parameters = _parameters(variables.get(name))
-        if parameters and _reads_alone(forward.__code__, name):
-            yield Called(name, variables[name], parameters)
+def _recognised(name: str, value: object) -> Called | None:
+    parameters = _parameters(value)
+    return Called(name, value, parameters) if parameters else None
 
 
 def _parameters(value) -> tuple[inspect.Parameter, ...]:
@@ -145,67 +115,7 @@ def tensors_of(called: Called) -> int | str:
     return count
 
 
-# ---- the forward that calls ours -----------------------------------------------------------------
-
-
-def redirected(forward: types.FunctionType, specs: list[RotarySpec]) -> types.FunctionType:
-    """A copy of a forward that calls ours in place of the proven functions."""
-    cells = _cells(forward)
-    closure = forward.__closure__
-    if any(cells):
-        inner = types.CellType(redirected(forward.__wrapped__, specs))
-        closure = tuple(
-            inner if found else cell for found, cell in zip(cells, closure, strict=True)
-        )
-    variables, names = forward.__globals__, {}
-    for spec in specs:
-        # A pickle may come from another version of a package.
-        if not any(cells) and spec.name in variables:
-            names[spec.name] = f"_onepass_{spec.name}_{zlib.crc32(repr(spec).encode()):08x}"
-            variables[names[spec.name]] = _while_unchanged(variables, spec)
-    copy = types.FunctionType(
-        _renamed(forward.__code__, names),
-        variables,
-        forward.__name__,
-        forward.__defaults__,
-        closure,
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return functools.update_wrapper(copy, forward)
-
-
-def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
-    return code.replace(
-        co_names=tuple(names.get(name, name) for name in code.co_names),
-        co_consts=tuple(
-            _renamed(value, names) if isinstance(value, types.CodeType) else value
-            for value in code.co_consts
-        ),
-    )
-
-
-def _reads_alone(code: types.CodeType, name: str) -> bool:
-    """Whether a name is only used to read a global."""
-    used = all(
-        instruction.opname == "LOAD_GLOBAL"
-        for instruction in dis.get_instructions(code)
-        if instruction.argval == name and instruction.opname != "LOAD_CONST"
-    )
-    inner = (value for value in code.co_consts if isinstance(value, types.CodeType))
-    return used and all(_reads_alone(value, name) for value in inner)
-
-
-def _while_unchanged(variables: dict, spec: RotarySpec) -> Callable:
-    """`rotating` of a global, until a program assigns another function to that name."""
-    proven = variables[spec.name]
-    ours = rotating(proven, spec)
-
-    @functools.wraps(ours)
-    def rotate(*args, **named):
-        function = variables[spec.name]
-        return (ours if function is proven else function)(*args, **named)
-
-    return rotate
+# ---- the calls that are ours ---------------------------------------------------------------------
 
 
 def rotating(function: Callable, spec: RotarySpec) -> Callable:

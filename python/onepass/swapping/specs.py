@@ -111,12 +111,20 @@ class RotarySpec(NamedTuple):
     autocast: bool  # calls no function that autocast changes
 
 
+class ScanSpec(NamedTuple):
+    """A function of a state-space or linear-attention layer, as it was proven."""
+
+    name: str  # by which a forward calls it
+    of_package: str  # of onepass.swapping.scans.FUNCTIONS
+    beside_scan: bool  # the forward calls a selective scan too
+
+
 class HeadSpec(NamedTuple):
     """The head of a language model whose logits are computed when they are read."""
 
     name: str  # of the model's child
 
 
-# Of redirected calls: by kind, functions that rotate, and heads.
-Call = str | RotarySpec | HeadSpec
+# Of redirected calls: by kind, functions of the forward's file, and heads.
+Call = str | RotarySpec | ScanSpec | HeadSpec
 Spec = NormSpec | GatedSpec | AdaptiveSpec | ActivatedSpec | tuple[Call, ...]

@@ -35,6 +35,7 @@ names, and its errors say so.
     ring.py       ring attention: register_ring
     losses.py     losses on onepass's cross entropy; lazy_logits.py those without their logits
     kernels.py    layers for transformers' `set_use_kernels`
+    scans.py      functions of state-space layers for `onepass.swap`; scans_proof.py tests them
     trainer.py    the optimizer and the callback for transformers' Trainer
 """
 

@@ -1,0 +1,160 @@
+"""swap, kind "scan": models of transformers."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from transformers.integrations import hub_kernels
+
+import onepass
+from onepass import numerics
+from onepass.swapping import scans
+from tests.integrations import transformers_cases as cases
+from tests.swap import scan_models
+from tests.swap.reported import names, operators, types
+from tests.swap.scan_models import IDS, MODELS, transformers
+
+BATCHES = 4  # judged together: one forward of so small a model says little of its rounding
+every_model = pytest.mark.parametrize("name", MODELS)
+generating = pytest.mark.parametrize(
+    "name", [n for n in MODELS if "TextModel" not in MODELS[n].cls]
+)
+SCANNING = [name for name, model in MODELS.items() if model.scans]
+
+
+@pytest.fixture(autouse=True)
+def probed(probed_once):
+    """A function is proven once per file of the model."""
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """The names of functions whose reference runs, as transformers' warning names them."""
+    found = []
+
+    def warning_once(text: str, *_) -> None:
+        if "falling back to its reference" in text:
+            found.append(text.split("`")[1])
+
+    monkeypatch.setattr(hub_kernels.logger, "warning_once", warning_once)
+    return found
+
+
+def swapped(name: str, train: bool = False):
+    """(swapped, stock, report)"""
+    stock = scan_models.build(name).train(train)
+    model = copy.deepcopy(stock)
+    return model, stock, onepass.swap(model, kinds="scan", strict=True)
+
+
+def logits(model, ids=IDS, **named) -> torch.Tensor:
+    output = model(input_ids=ids, **named)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def ours(model, ids=IDS) -> list[str]:
+    with torch.no_grad():
+        return [op for op in operators(lambda: logits(model, ids)) if "conv" in op or "scan" in op]
+
+
+def test_these_are_all_types_that_have_such_functions():
+    folder = next(iter(transformers.models.__path__))
+    having = {
+        file.parent.name
+        for file in Path(folder).glob("*/modeling_*.py")
+        if '_with_fallback("causal_conv1d_fn"' in file.read_text()
+    }
+    assert having == {*MODELS}
+
+
+@every_model
+def test_swapped_and_back(name, warned):
+    model, stock, report = swapped(name, train=True)
+    case = MODELS[name]
+    assert len(report.swapped) == case.layers and not report.skipped and not report.unknown
+    assert all(entry["kind"] == "scan" for entry in report.swapped)
+    expected = ["causal_conv1d"] * case.layers + ["selective_scan"] * case.layers * case.scans
+    assert sorted(ours(model)) == expected
+    layers = {type(module) for module in stock.modules()}
+    layer = next(m for m in stock.modules() if scans.functions(m).called)
+    assert {*warned} <= {*scans.others(layer)}  # what is ours does not warn
+    assert not ours(stock) and {type(module) for module in stock.modules()} == layers
+    assert "causal_conv1d_fn" in warned
+
+    exact, batches = copy.deepcopy(stock).double(), []
+    for k in range(BATCHES):
+        ids = (IDS * k + k) % 29 + 2
+        with scan_models.InDouble():
+            ref = logits(exact, ids)
+        batches.append([(model, logits(model, ids)), (exact, ref), (stock, logits(stock, ids))])
+    found, ref, base = ([runs[k][1] for runs in batches] for k in range(3))
+    assert found[0].dtype is base[0].dtype
+    numerics.assert_close(found, ref, base)
+    cases.assert_gradients_close(*batches)
+
+    assert set(onepass.unswap(model)) == names(report.swapped)
+    assert types(model) == types(stock) and not ours(model)
+
+
+@generating
+def test_generates_the_same(name):
+    model, stock, _ = swapped(name)
+    options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    options |= dict(attention_mask=torch.ones_like(IDS))
+    found = []
+    steps = operators(lambda: found.append(model.generate(IDS, **options)))
+    assert torch.equal(found[0], stock.generate(IDS, **options))
+    case = MODELS[name]
+    assert steps.count("causal_conv1d_update") == 7 * case.layers
+    assert steps.count("selective_state_update") == 7 * case.layers * case.steps
+    assert steps.count("causal_conv1d") == case.layers
+    assert steps.count("selective_scan") == case.layers * case.scans
+
+
+@every_model
+def test_dtypes_in_bfloat16(name):
+    """Of the results of all modules, after which the next line goes on."""
+    model, stock, _ = swapped(name)
+
+    def dtypes(model) -> list[tuple[str, torch.dtype]]:
+        found = []
+        for key, module in scan_models.in_dtype(model, torch.bfloat16).named_modules():
+            module.register_forward_hook(
+                lambda _, inputs, output, key=key: found.extend(
+                    (key, x.dtype)
+                    for x in (*inputs, *(output if isinstance(output, tuple) else (output,)))
+                    if isinstance(x, torch.Tensor)
+                )
+            )
+        with torch.no_grad():
+            found.append(("", logits(model).dtype))
+        return found
+
+    assert dtypes(model) == dtypes(stock)
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "mamba2", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verifies(name, dtype):
+    stock = scan_models.in_dtype(scan_models.build(name), dtype).train()
+    report = onepass.swap(stock, kinds="scan", strict=True)
+    verdict = report.verify(dict(input_ids=IDS, labels=IDS))
+    assert verdict.ok, str(verdict)
+    assert "causal_conv1d" in str(verdict)
+
+
+def test_compiled_in_one_graph():
+    model, _, _ = swapped("mamba", train=True)
+    torch._dynamo.reset()
+    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    found = []
+    for run in (model, compiled):
+        output = logits(run)
+        found.append([output, *torch.autograd.grad(output.square().sum(), [*model.parameters()])])
+    for eager, of_graph in zip(*found, strict=True):
+        torch.testing.assert_close(of_graph, eager)
+    graph = backend.graphs[-1].print_readable(print_output=False)
+    assert "onepass.selective_scan" in graph and "onepass.causal_conv1d" in graph
