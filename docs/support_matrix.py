@@ -195,6 +195,15 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
     ),
     (
         {
+            "mamba_chunk_scan": lambda new: F.mamba_chunk_scan(
+                new(2, 8, 4, 4), new(2, 8, 4), new(4), new(2, 8, 1, 3), new(2, 8, 1, 3), 64
+            )
+        },
+        "mamba_chunk_scan_forward",
+        _LINEAR,
+    ),
+    (
+        {
             "selective_state_update": lambda new: F.selective_state_update(
                 new(2, 4, 3).detach(), new(2, 4), new(2, 4), new(4, 3), new(2, 3), new(2, 3)
             )

@@ -272,6 +272,7 @@ INTERFACES = {
     "optimizer": ("python/onepass/optim/__init__.py",),
     "causal_conv": ("python/onepass/functional/causal_conv.py",),  # models hold an nn.Conv1d
     "selective_scan": ("python/onepass/functional/selective_scan.py",),  # within a Mamba layer
+    "mamba_chunk_scan": ("python/onepass/functional/mamba_chunk_scan.py",),  # likewise
 }
 
 

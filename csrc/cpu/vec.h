@@ -66,6 +66,13 @@ ONEPASS_INLINE Vec<A> broadcast(A value) {
   return value - Vec<A>{};
 }
 
+// Whether fma() rounds once.
+#if defined(__FMA__) || defined(__aarch64__)
+inline constexpr bool kFusesMultiplyAdd = true;
+#else
+inline constexpr bool kFusesMultiplyAdd = false;
+#endif
+
 template <class A>
 ONEPASS_INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) {
 #if defined(__AVX512F__)

@@ -11,6 +11,7 @@
 #include "ops/group_norm.h"
 #include "ops/linear.h"
 #include "ops/loss.h"
+#include "ops/mamba_chunk_scan.h"
 #include "ops/norm.h"
 #include "ops/optimizer.h"
 #include "ops/quantized_linear.h"
@@ -31,6 +32,7 @@
   FAMILY(quantized_linear)       \
   FAMILY(causal_conv)            \
   FAMILY(selective_scan)         \
+  FAMILY(mamba_chunk_scan)       \
   FAMILY(rotary)
 
 namespace onepass {
@@ -59,15 +61,17 @@ namespace onepass {
   OPERATOR(rotary_forward, RotaryForward)                  \
   OPERATOR(rotary_backward, RotaryBackward)
 // The operators for which CUDA uses torch.
-#define ONEPASS_CPU_OPERATORS(OPERATOR)                    \
-  OPERATOR(linear_product, LinearProduct)                  \
-  OPERATOR(epilogue_backward, EpilogueBackward)            \
-  OPERATOR(causal_conv_forward, CausalConvForward)         \
-  OPERATOR(causal_conv_backward, CausalConvBackward)       \
-  OPERATOR(causal_conv_update, CausalConvUpdate)           \
-  OPERATOR(selective_scan_forward, SelectiveScanForward)   \
-  OPERATOR(selective_scan_backward, SelectiveScanBackward) \
-  OPERATOR(selective_state_update, SelectiveStateUpdate)
+#define ONEPASS_CPU_OPERATORS(OPERATOR)                     \
+  OPERATOR(linear_product, LinearProduct)                   \
+  OPERATOR(epilogue_backward, EpilogueBackward)             \
+  OPERATOR(causal_conv_forward, CausalConvForward)          \
+  OPERATOR(causal_conv_backward, CausalConvBackward)        \
+  OPERATOR(causal_conv_update, CausalConvUpdate)            \
+  OPERATOR(selective_scan_forward, SelectiveScanForward)    \
+  OPERATOR(selective_scan_backward, SelectiveScanBackward)  \
+  OPERATOR(selective_state_update, SelectiveStateUpdate)    \
+  OPERATOR(mamba_chunk_scan_forward, MambaChunkScanForward) \
+  OPERATOR(mamba_chunk_scan_backward, MambaChunkScanBackward)
 
 #define ONEPASS_DECLARE_OPERATOR(name, Args) Operator<Args> name();
 #define ONEPASS_OPERATOR_MEMBER(name, Args) Operator<Args> name{};

@@ -10,6 +10,7 @@
 #include "ops/library.h"
 #include "ops/rows.h"
 #include "ops/runtime.h"
+#include "ops/sequences.h"
 
 namespace onepass {
 
@@ -85,22 +86,6 @@ Tensor empty_tokens(bool wanted, const SelectiveScan& args, DType dtype, const T
   return made;
 }
 
-// The sequences that cu_seqlens cuts a batch of 1 into, or the samples.
-void check_sequences(const char* op, const CheckedAgainst& checked, const OptionalTensor& ends,
-                     SelectiveScan& args) {
-  args.sequences = args.batch;
-  args.chunks = (args.length + kScanChunk - 1) / kScanChunk;
-  if (!ends) return;
-  const TensorInfo info = input_of(op, "cu_seqlens", *ends);
-  require(info.dims == 1 && info.sizes[0] > 0 && is(ScalarType::Int, info.scalar_type), op,
-          ": cu_seqlens must be an int32 tensor of shape (sequences + 1,), got ", info, " of ",
-          TypeName{info.scalar_type});
-  checked.device("cu_seqlens", info);
-  require(args.batch == 1, op, ": u must have a batch of 1 beside cu_seqlens, got ", args.batch);
-  args.sequences = info.sizes[0] - 1;
-  args.chunks += args.sequences;
-}
-
 // Sets the fields that forward and backward share, except for the tensors' memory.
 template <class Options>
 void check_shared(const char* op, const TensorInfo& u, const CheckedAgainst& checked,
@@ -146,7 +131,7 @@ void check_shared(const char* op, const TensorInfo& u, const CheckedAgainst& che
     args.z_dtype = checked.tensor("z", z, u);
     args.z_stride = stride_of(z);
   }
-  check_sequences(op, checked, options.cu_seqlens, args);
+  check_sequences(op, checked, "u", options.cu_seqlens, kScanChunk, args);
   const int64_t of_state[] = {args.sequences, args.channels, args.state};
   args.initial_state_dtype =
       checked.tensor("initial_state", options.initial_state, of_state, checked.accumulator());
@@ -165,16 +150,7 @@ void put_inputs(const char* op, const Options& options, const Tensor& u, Selecti
   args.z = data_of(options.z);
   args.delta_bias = dense_data_of(options.delta_bias, copies);
   args.initial_state = dense_data_of(options.initial_state, copies);
-  args.cu_seqlens = dense_data_of<int32_t>(options.cu_seqlens, copies);
-  if (!args.cu_seqlens) return;
-  const int32_t* ends = args.cu_seqlens;
-  require(ends[0] == 0, op, ": cu_seqlens must begin with 0, got ", ends[0]);
-  for (int64_t i = 0; i < args.sequences; ++i) {
-    require(ends[i] <= ends[i + 1], op, ": cu_seqlens must not decrease, got ", ends[i + 1],
-            " after ", ends[i]);
-  }
-  require(ends[args.sequences] == args.length, op, ": cu_seqlens must end with the length of u, ",
-          args.length, ", got ", ends[args.sequences]);
+  put_sequences(op, "u", options.cu_seqlens, args, copies);
 }
 
 Dispatch describe(const char* op, const SelectiveScan& args) {

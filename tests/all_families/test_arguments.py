@@ -60,6 +60,12 @@ RIGHT = {
         D=torch.ones(6), z=X[0], delta_bias=torch.ones(6), delta_softplus=True,
         initial_state=torch.zeros(4, 6, 8),
     ),
+    "mamba_chunk_scan": dict(
+        x=X[:, :, :6], dt=X[:, :, :6, 0], A=-W[:6], B=torch.ones(2, 4, 1, 3),
+        C=torch.ones(2, 4, 1, 3), chunk_size=64, D=torch.ones(6), z=X[:, :, :6],
+        dt_bias=torch.ones(6), dt_softplus=True, initial_states=torch.zeros(2, 6, 8, 3),
+        dt_limit=(0.0, 5.0),
+    ),
     "selective_state_update": dict(
         state=torch.zeros(4, 6, 8), x=X[0, ..., 0], dt=X[0, ..., 0], A=-W.expand(6, 8),
         B=torch.ones(4, 8), C=torch.ones(4, 8), D=torch.ones(6), z=X[0, ..., 0],

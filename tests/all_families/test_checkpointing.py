@@ -20,7 +20,7 @@ selective = functools.partial(create_selective_checkpoint_contexts, onepass.sac_
 # Forwards that are bound by memory.
 RECOMPUTED = {"dropout_forward", "gate_forward", "modulated_norm_forward", "norm_forward"}
 RECOMPUTED |= {"branch_forward", "loss_forward", "rotary_forward", "group_norm_forward"}
-RECOMPUTED |= {"causal_conv1d_forward", "selective_scan_forward"}
+RECOMPUTED |= {"causal_conv1d_forward", "selective_scan_forward", "mamba_chunk_scan_forward"}
 
 
 class Block(nn.Module):

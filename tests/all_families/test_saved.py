@@ -28,6 +28,7 @@ KEPT = {
     "add_dropout": (SEED,),
     "causal_conv1d": ("x", "weight", "bias"),
     "selective_scan": ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", (2, 1, 3, 6)),
+    "mamba_chunk_scan": ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", (2, 1, 4, 5, 3)),
     "group_norm": (*NORM, "bias", (2, 2), (2, 2)),
     "gated_activation": ("gate", "up"),
     "gated_activation of halves": ("gate",),

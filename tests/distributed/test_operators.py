@@ -140,6 +140,12 @@ CASES = {
         lambda u, A, B, C, D, z: functional.selective_scan(
             u, u.abs(), -A.abs(), B, C, D, z, delta_softplus=True),
         [every(S0, "u", "B", "C", "z"), {"u": S1, "A": S0, "D": S0, "z": S1}]),
+    "mamba_chunk_scan": Case(
+        {"x": (4, 9, 2, 8), "dt": (4, 9, 2), "A": (2,), "B": (4, 9, 1, 3), "C": (4, 9, 1, 3),
+         "D": (2,)},
+        lambda x, dt, A, B, C, D: functional.mamba_chunk_scan(
+            x, dt, -A.abs(), B, C, 64, D, dt_softplus=True),
+        [every(S0, "x", "dt", "B", "C"), {"x": S2, "dt": S2, "A": S0, "D": S0}]),
     "quantized_linear": Case(
         X | {"b": (16,), "y": (4, 6, 16)},
         quantized,

@@ -1,94 +1,23 @@
-// What the passes of selective scan share: pieces of work, exp and softplus, and a chunk's rows.
+// What the passes of selective scan share: pieces of work, and a chunk's rows.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "cpu/activation.h"
-#include "cpu/elementary.h"
+#include "cpu/decay.h"
 #include "cpu/parallel.h"
 #include "cpu/pieces.h"
 #include "cpu/selective_scan/rows.h"
+#include "cpu/sequences.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace selective_scan {
 
-#if defined(__FMA__) || defined(__aarch64__)
-constexpr bool kRoundsOnce = true;  // fma()
-#else
-constexpr bool kRoundsOnce = false;
-#endif
-
-// exp(x), exactly 1 at 0; 0 below -87.6, where float32 has no normal numbers left, Inf above 88.3,
-// NaN of NaN.
-ONEPASS_INLINE Vec<float> decay_of(Vec<float> x) {
-  constexpr float kLn2 = 0.693147180559945309f;
-  constexpr float kMagic = 12583039.0f;  // 1.5 * 2^23 + 127: low bits become a biased exponent
-  x = clamp(x, broadcast<float>(-127 * kLn2), broadcast<float>(128 * kLn2));
-  const Vec<float> shifted =
-      fma<float>(x, broadcast<float>(1.44269504088896341f), broadcast<float>(kMagic));
-  const Vec<float> n = shifted - broadcast<float>(kMagic);
-  Vec<float> r;
-  if constexpr (kRoundsOnce) {
-    r = fma<float>(n, broadcast<float>(-kLn2), x);
-  } else {  // n times the first of two numbers is exact
-    r = x + n * broadcast<float>(-0.693359375f) + n * broadcast<float>(2.12194440e-4f);
-  }
-  const Vec<float> one = broadcast<float>(1.0f);
-  const Vec<float> p = fma<float>(fma<float>(exp_tail(r), r, one), r, one);
-  return p * (Vec<float>)((WordBits)shifted << 23);
-}
-
-// scalar: in float64 exp itself, lane by lane
-ONEPASS_INLINE Vec<double> decay_of(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
-  return x;
-}
-
-// softplus(x) = max(x, 0) + log(1 + e), e = exp(-|x|), and its derivative. As in torch it is x from
-// 20 on. log(1 + e) is twice the series of atanh at e / (2 + e), which is at most 1/3.
-ONEPASS_INLINE Gate<float> softplus(Vec<float> x) {
-  const Vec<float> e = exp(minus_absolute(x));
-  const Vec<float> s = e / (e + broadcast<float>(2.0f));
-  const Vec<float> square = s * s;
-  Vec<float> p = broadcast<float>(2.0f / 15);
-  p = fma<float>(p, square, broadcast<float>(2.0f / 13));
-  p = fma<float>(p, square, broadcast<float>(2.0f / 11));
-  p = fma<float>(p, square, broadcast<float>(2.0f / 9));
-  p = fma<float>(p, square, broadcast<float>(2.0f / 7));
-  p = fma<float>(p, square, broadcast<float>(2.0f / 5));
-  p = fma<float>(p, square, broadcast<float>(2.0f / 3));
-  p = fma<float>(p, square, broadcast<float>(2.0f));
-  return {fma<float>(p, s, larger(Vec<float>{}, x)), sigmoid(x).value};
-}
-
-ONEPASS_INLINE Gate<double> softplus(Vec<double> x) {
-  Gate<double> of = sigmoid(x);
-  for (int i = 0; i < kLanes<double>; ++i) {
-    of.value[i] = x[i] > 20 ? x[i] : std::log1p(std::exp(x[i]));
-    of.slope[i] = x[i] > 20 ? 1 : sigmoid(x).value[i];
-  }
-  return of;
-}
-
 // ---- pieces of work -----------------------------------------------------------------------------
 
-// Consecutive tokens of a sample with a state of their own.
-struct Sequence {
-  int64_t sample, begin, end, number;
-
-  Sequence(const SelectiveScan& args, int64_t number)
-      : sample(args.cu_seqlens ? 0 : number),
-        begin(args.cu_seqlens ? args.cu_seqlens[number] : 0),
-        end(args.cu_seqlens ? args.cu_seqlens[number + 1] : args.length),
-        number(number) {}
-
-  // Of the chunk that begins at this token.
-  int64_t chunk(const SelectiveScan& args, int64_t token) const {
-    return token / kTokens + (args.cu_seqlens ? number : 0);
-  }
-};
+using Sequence = SequenceOf<SelectiveScan, kTokens>;
 
 // The blocks of each group.
 template <class A>

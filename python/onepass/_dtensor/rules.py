@@ -100,6 +100,18 @@ def _selective_scan(given: Given) -> Layout:
     return Layout(inputs, ((*dims, None), (*dims, None)), _choices(dims))
 
 
+def _mamba_chunk_scan(given: Given) -> Layout:
+    samples = _dims(given["x"], 1)
+    # Heads of one group, as channels in _selective_scan.
+    heads = ("heads",) if given["B"].shape[2] == 1 else (None,)
+    dims = (*samples, None, *heads)
+    inputs = dict.fromkeys(("x", "z", "dt"), dims) | {"B": samples, "C": samples}
+    inputs |= {"initial_states": (*samples, *heads)}
+    inputs |= dict.fromkeys(("A", "D", "dt_bias"), heads)
+    results = ((*dims, None), (*samples, *heads, None, None))
+    return Layout(inputs, results, _choices((*samples, *heads)))
+
+
 def _causal_conv1d_update(given: Given) -> Layout:
     channels = ("channels",)
     dims = (*_dims(given["x"], 1), *channels)
@@ -431,6 +443,7 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "rotary": _rotary,
     "rotary_inplace": _rotary_inplace,
     "scaled_add_norm": _scaled_add_norm,
+    "mamba_chunk_scan": _mamba_chunk_scan,
     "selective_scan": _selective_scan,
     "selective_state_update": _selective_state_update,
 }

@@ -9,6 +9,7 @@ from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.group_norm import group_norm
 from onepass.functional.linear import linear
 from onepass.functional.loss import cross_entropy, linear_cross_entropy
+from onepass.functional.mamba_chunk_scan import mamba_chunk_scan
 from onepass.functional.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -37,6 +38,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "mamba_chunk_scan",
     "merge_attention_states",
     "modulated_layer_norm",
     "modulated_rms_norm",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onepass._arguments import check_arguments
 from onepass._ops import causal_conv as _causal_conv
+from onepass.functional._integers import whole_numbers
 from onepass.functional.attention import _autocast
 
 ACTIVATIONS = (None, "silu")
@@ -160,8 +161,7 @@ def _check_packed(x, initial_state, return_final_state, seq_idx, cu_seqlens) -> 
         raise ValueError(
             f"causal_conv1d: return_final_state must be False beside {given}, got True"
         )
-    if numbers.is_floating_point() or numbers.is_complex():
-        raise RuntimeError(f"causal_conv1d: {given} must hold integers, got {numbers.dtype}")
+    whole_numbers("causal_conv1d", given, numbers)
     if cu_seqlens is not None and x.dim() == 3 and x.shape[0] != 1:
         raise RuntimeError(
             f"causal_conv1d: x must have a batch of 1 beside cu_seqlens, got {x.shape[0]}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from onepass._arguments import check_arguments
 from onepass._ops import selective_scan as _selective_scan
+from onepass.functional._integers import as_int32
 
 
 def selective_scan(
@@ -69,12 +69,7 @@ def selective_scan(
         if type(delta_softplus) is not bool or type(return_last_state) is not bool:
             raise TypeError  # which check_arguments names
         if cu_seqlens is not None:
-            if cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
-                raise RuntimeError(
-                    f"selective_scan: cu_seqlens must hold integers, got {cu_seqlens.dtype}"
-                )
-            # Larger numbers are refused by their value, not taken for others.
-            cu_seqlens = cu_seqlens.long().clamp(max=torch.iinfo(torch.int32).max).int()
+            cu_seqlens = as_int32("selective_scan", "cu_seqlens", cu_seqlens)
         output, last_state = _selective_scan.selective_scan(
             u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus
         )

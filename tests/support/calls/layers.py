@@ -227,6 +227,43 @@ def _selective_scans():
         yield from raw("selective_scan_backward", upstream, text, grad_mask=511, **options)
 
 
+def _chunk_scans():
+    def plain():
+        own = {"x": randn(2, 9, 4, 3), "dt": randn(2, 9, 4, seed=1), "A": -randn(4).exp()}
+        own |= {"B": randn(2, 9, 1, 5), "C": randn(2, 9, 1, 5, seed=1), "D": randn(4, seed=1)}
+        return own | {"z": randn(2, 9, 4, 3, seed=2), "dt_bias": randn(4, seed=2)}
+
+    given = ("D", "z", "dt_bias")
+    of = {"optional": given, "differentiable": True, "grows": {}}
+    options = {"chunk_size": 64, "dt_softplus": True}
+    yield public("mamba_chunk_scan", plain, options=options, **of)
+
+    def after_state():
+        return plain() | {"initial_states": randn(2, 4, 3, 5, seed=3)}
+
+    def packed():
+        own = {name: t[:1] if t.dim() > 2 else t for name, t in plain().items()}
+        return own | {"cu_seqlens": torch.tensor([0, 2, 2, 9], dtype=torch.int32)}
+
+    options = {"dt_softplus": True, "dt_min": 0.0, "dt_max": 4.0}
+    for text, make, name, chunks in (
+        ("", after_state, "initial_states", 1), (" packed", packed, None, 4)
+    ):  # fmt: skip
+
+        def upstream(make=make, chunks=chunks):
+            own = make()
+            batch = own["x"].shape[0]
+            last = randn(2 if chunks == 1 else 3, 4, 3, 5, seed=5)
+            states = randn(batch, chunks, 4, 5, 3, seed=6)
+            own |= {"dfinal_states": last, "states": states}
+            return {"doutput": randn(2, 9, 4, 3, seed=4)[:batch]} | own
+
+        options |= {"optional": (*given, *([name] if name else []))}
+        yield from raw("mamba_chunk_scan_forward", make, text, save_states=True, **options)
+        options |= {"optional": (*options["optional"], "doutput", "dfinal_states")}
+        yield from raw("mamba_chunk_scan_backward", upstream, text, grad_mask=511, **options)
+
+
 def _state_updates():
     def one():
         own = {"state": randn(2, 6, 4), "x": randn(2, 6), "dt": randn(2, 6, seed=1)}
@@ -385,5 +422,5 @@ def _quantized_linear():
 def calls() -> Iterator[Call]:
     parts = (_norms, _modulated_norms, _branches, _dropouts, _causal_convolutions, _group_norms)
     parts = (*parts, _gates, _linear, _quantized_linear)
-    for part in (*parts, _causal_updates, _selective_scans, _state_updates):
+    for part in (*parts, _causal_updates, _selective_scans, _chunk_scans, _state_updates):
         yield from part()

@@ -159,6 +159,20 @@ def selective_scans() -> Iterator[Call]:
             yield variant(f"{text}, {names}", run, grows={}, **own, **_some(optional, *names))
 
 
+def chunk_scans() -> Iterator[Call]:
+    optional = {"D": randn(4, seed=1), "dt_bias": randn(4, seed=2), "z": randn(2, 5, 4, 3, seed=3)}
+    optional |= {"initial_states": randn(2, 4, 3, 2, seed=4)}
+    for groups, columns in ((1, False), (2, True)):
+        own = {"x": randn(2, 5, 4, 3), "dt": randn(2, 5, 4, seed=5).abs(), "A": -randn(4).exp()}
+        own |= {"B": randn(2, 5, groups, 2, seed=6), "C": randn(2, 5, groups, 2, seed=7)}
+        given = optional | ({"D": randn(4, 3, seed=1)} if columns else {})
+        for names in ((), ("D", "z"), tuple(optional)):
+            options = {"dt_softplus": "dt_bias" in names, "return_final_states": True}
+            run = partial(functional.mamba_chunk_scan, chunk_size=64, **options)
+            text = f"mamba_chunk_scan, groups {groups}, {names}"
+            yield variant(text, run, grows={}, **own, **_some(given, *names))
+
+
 def linears() -> Iterator[Call]:
     layer = {"weight": randn(5, 8), "bias": randn(5, seed=1)}
     for rows, names in itertools.product(((), (3,), (2, 13)), (("weight",), tuple(layer))):
@@ -315,5 +329,12 @@ def quantized_linears() -> Iterator[Call]:
 
 def variants() -> Iterator[Call]:
     families = (norms, modulated_norms, branches, gates, group_norms, linears, losses, rotaries)
-    for family in (*families, causal_convolutions, selective_scans, quantized_linears, attentions):
+    for family in (
+        *families,
+        causal_convolutions,
+        selective_scans,
+        chunk_scans,
+        quantized_linears,
+        attentions,
+    ):
         yield from family()
