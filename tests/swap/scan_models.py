@@ -43,6 +43,7 @@ class Model(NamedTuple):
     layers: int  # modules that are swapped
     steps: int = 1  # calls of our update of a state in a step of decoding, per layer
     scans: int = 0  # calls of a selective scan, per layer
+    chunks: int = 0  # calls of a scan in chunks, per layer
 
 
 MODELS = {
@@ -69,16 +70,17 @@ MODELS = {
     "mamba2": Model(
         "Mamba2ForCausalLM",
         dict(_MAMBA, num_heads=8, head_dim=8, n_groups=2, state_size=16, chunk_size=4), 2,
+        chunks=1,
     ),
-    "bamba": Model("BambaForCausalLM", dict(_MAMBA2, attn_layer_indices=[1]), 1),
-    "falcon_h1": Model("FalconH1ForCausalLM", dict(_MAMBA2, mamba_d_ssm=64), 2),
+    "bamba": Model("BambaForCausalLM", dict(_MAMBA2, attn_layer_indices=[1]), 1, chunks=1),
+    "falcon_h1": Model("FalconH1ForCausalLM", dict(_MAMBA2, mamba_d_ssm=64), 2, chunks=1),
     "granitemoehybrid": Model(
         "GraniteMoeHybridForCausalLM",
         dict(
             _MAMBA2, layer_types=["mamba", "attention"], num_local_experts=2,
             shared_intermediate_size=16, experts_implementation="eager",
         ),
-        1,
+        1, chunks=1,
     ),
     "nemotron_h": Model(
         "NemotronHForCausalLM",
@@ -86,7 +88,7 @@ MODELS = {
             _SMALL, layers_block_type=["mamba", "attention", "mlp"], ssm_state_size=16,
             mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=4,
         ),
-        1,
+        1, chunks=1,
     ),
     "zamba2": Model(
         "Zamba2ForCausalLM",
@@ -95,7 +97,7 @@ MODELS = {
             n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=2, chunk_size=4, mamba_headdim=8,
             adapter_rank=4,
         ),
-        2,
+        2, chunks=1,
     ),
     "lfm2": Model(
         "Lfm2ForCausalLM", dict(_SMALL, layer_types=["conv", "full_attention"]), 1, steps=0

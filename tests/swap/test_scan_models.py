@@ -76,7 +76,8 @@ def test_swapped_and_back(name, warned):
     assert len(report.swapped) == case.layers and not report.skipped and not report.unknown
     assert all(entry["kind"] == "scan" for entry in report.swapped)
     expected = ["causal_conv1d"] * case.layers + ["selective_scan"] * case.layers * case.scans
-    assert sorted(ours(model)) == expected
+    expected += ["mamba_chunk_scan"] * case.layers * case.chunks
+    assert sorted(ours(model)) == sorted(expected)
     layers = {type(module) for module in stock.modules()}
     layer = next(m for m in stock.modules() if scans.functions(m).called)
     assert {*warned} <= {*scans.others(layer)}  # what is ours does not warn
@@ -111,6 +112,7 @@ def test_generates_the_same(name):
     assert steps.count("selective_state_update") == 7 * case.layers * case.steps
     assert steps.count("causal_conv1d") == case.layers
     assert steps.count("selective_scan") == case.layers * case.scans
+    assert steps.count("mamba_chunk_scan") == case.layers * case.chunks
 
 
 @every_model
@@ -135,7 +137,7 @@ def test_dtypes_in_bfloat16(name):
     assert dtypes(model) == dtypes(stock)
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba", "mamba2", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba", "jamba", "mamba2", "falcon_h1", "lfm2", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verifies(name, dtype):
     stock = scan_models.in_dtype(scan_models.build(name), dtype).train()
@@ -145,8 +147,9 @@ def test_verifies(name, dtype):
     assert "causal_conv1d" in str(verdict)
 
 
-def test_compiled_in_one_graph():
-    model, _, _ = swapped("mamba", train=True)
+@pytest.mark.parametrize("name, scan", [("mamba", "selective"), ("mamba2", "mamba_chunk")])
+def test_compiled_in_one_graph(name, scan):
+    model, _, _ = swapped(name, train=True)
     torch._dynamo.reset()
     backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -157,4 +160,4 @@ def test_compiled_in_one_graph():
     for eager, of_graph in zip(*found, strict=True):
         torch.testing.assert_close(of_graph, eager)
     graph = backend.graphs[-1].print_readable(print_output=False)
-    assert "onepass.selective_scan" in graph and "onepass.causal_conv1d" in graph
+    assert f"onepass.{scan}_scan" in graph and "onepass.causal_conv1d" in graph

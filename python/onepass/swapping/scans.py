@@ -18,16 +18,19 @@ from torch import nn
 from onepass.swapping import copies
 from onepass.swapping.specs import ScanSpec
 
-# By the name that a package gives a function: the package, and what a report calls it. The last one
-# fuses a layer; where its package is missing it leaves that to the others, and warns.
+# By the name that a package gives a function: the package, and what a report calls it. The last two
+# fuse a layer; where their package is missing they leave that to the others, and warn.
 FUNCTIONS = {
     "causal_conv1d_fn": ("causal_conv1d", "causal convolution"),
     "causal_conv1d_update": ("causal_conv1d", "causal convolution"),
     "selective_scan_fn": ("mamba_ssm", "selective scan"),
+    "mamba_chunk_scan_combined": ("mamba_ssm", "scan in chunks"),
     "selective_state_update": ("mamba_ssm", "state update of decoding"),
     "mamba_inner_fn": ("mamba_ssm", ""),
+    "mamba_split_conv1d_scan_combined": ("mamba_ssm", ""),
 }
-SCAN, STEP, FUSED = "selective_scan_fn", "selective_state_update", "mamba_inner_fn"
+SCAN, CHUNKS, STEP = "selective_scan_fn", "mamba_chunk_scan_combined", "selective_state_update"
+FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
 _DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 
 
@@ -65,15 +68,15 @@ def others(module: nn.Module) -> list[str]:
 
 
 def computes_nothing(spec: NamedTuple) -> bool:
-    """Whether it is only the function that leaves a layer to the others."""
-    return isinstance(spec, ScanSpec) and spec.of_package == FUSED
+    """Whether it is only a function that leaves a layer to the others."""
+    return isinstance(spec, ScanSpec) and spec.of_package in FUSED
 
 
 def named(names: Iterable[str]) -> str:
     """The words for what the functions with these names in their packages compute."""
     names = {*names}
-    if SCAN in names:
-        names -= {STEP}  # which is its step of decoding
+    if names & {SCAN, CHUNKS}:
+        names -= {STEP}  # which is their step of decoding
     words = {FUNCTIONS[name][1]: None for name in FUNCTIONS if name in names}
     return " and ".join(word for word in words if word)
 

@@ -31,6 +31,10 @@ PARAMETERS = {
         "hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus",
         "return_last_state", "use_mambapy", "use_associative_scan",
     ),
+    "mamba_chunk_scan_combined": (
+        "hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states",
+        "dt_softplus", "dt_limit", "return_final_states",
+    ),
     "selective_state_update": (
         "state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z",
     ),
@@ -192,6 +196,40 @@ def _dtype_of_scan(hidden_states: Tensor, D: Tensor | None, z: Tensor | None) ->
     return dtype if z is None else torch.promote_types(dtype, z.dtype)
 
 
+# ---- scan in chunks ------------------------------------------------------------------------------
+
+
+def _mamba_chunk_scan_combined(theirs: Callable, beside_scan: bool) -> Callable:
+    def ours(
+        hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None,
+        dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, **named,
+    ):  # fmt: skip
+        given = (hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states)
+        options = (dt_softplus, dt_limit, return_final_states)
+        cannot_be_read = _packed(named) and torch.compiler.is_compiling()
+        if cannot_be_read or not _are_ours((*given[:5], *given[6:])):
+            return theirs(*given, *options, **named)
+        return or_torchs(_scanned_in_chunks, theirs, *given, *options, **named)
+
+    return ours
+
+
+def _scanned_in_chunks(
+    hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit,
+    return_final_states, **named,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    result = visibly(
+        onepass.functional.mamba_chunk_scan,
+        hidden_states.float(),  # as theirs, whose output is float32
+        dt, A, B, C, chunk_size, D, None, dt_bias, bool(dt_softplus), initial_states,
+        return_final_states=bool(return_final_states), dt_limit=tuple(dt_limit), **_packed(named),
+    )  # fmt: skip
+    if not return_final_states or not is_autocast(hidden_states.device.type):
+        return result
+    output, final_states = result
+    return output, final_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+
+
 def _selective_state_update(theirs: Callable, beside_scan: bool) -> Callable:
     def ours(
         state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **named
@@ -212,11 +250,11 @@ def _updated(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **_)
     return output.to(hidden_states.dtype)
 
 
-def _mamba_inner_fn(theirs: Callable, beside_scan: bool) -> Callable:
+def _fused(theirs: Callable, beside_scan: bool) -> Callable:
     """A whole layer in one function: None asks the model to call the others, without a warning."""
 
-    def ours(xz, *args, **named):
-        return None if _are_ours((xz,)) else theirs(xz, *args, **named)
+    def ours(projected, *args, **named):
+        return None if _are_ours((projected,)) else theirs(projected, *args, **named)
 
     return ours
 
@@ -226,5 +264,7 @@ _OURS = {
     "causal_conv1d_update": _causal_conv1d_update,
     "selective_scan_fn": _selective_scan_fn,
     "selective_state_update": _selective_state_update,
-    "mamba_inner_fn": _mamba_inner_fn,
+    "mamba_chunk_scan_combined": _mamba_chunk_scan_combined,
+    "mamba_inner_fn": _fused,
+    "mamba_split_conv1d_scan_combined": _fused,
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onepass.integrations.transformers import scans as ours
 from onepass.reference.causal_conv import causal_conv1d, causal_conv1d_update
+from onepass.reference.mamba_chunk_scan import mamba_chunk_scan
 from onepass.reference.selective_scan import selective_scan, selective_state_update
 from onepass.swapping import scans, trials
 from onepass.swapping.scans import Called
@@ -46,7 +47,7 @@ def prove(called: Called, beside_scan: bool) -> ScanSpec | str:
     theirs = scans.reference(called.function)
     with trials.isolated():
         try:
-            if called.of_package == scans.FUSED:
+            if called.of_package in scans.FUSED:
                 _check_returns_none(theirs)
             else:
                 _check_parameters(theirs, ours.PARAMETERS[called.of_package])
@@ -177,6 +178,31 @@ def _scanned(
     return scan if return_last_state else scan[0]
 
 
+def _scans_in_chunks(draw: Draw) -> Iterator[Arguments]:
+    of_step, of_factor = (_BATCH, _TOKENS, _HEADS), (_BATCH, _TOKENS, _GROUPS, _STATE)
+    of_states = (_BATCH, _HEADS, _CHANNELS, _STATE)
+
+    def given(**options) -> Arguments:
+        A = -draw(_HEADS, dtype=torch.float32).exp()
+        names = dict(hidden_states=(*of_step, _CHANNELS), dt=of_step, B=of_factor, C=of_factor)
+        drawn = {name: draw(*shape) for name, shape in names.items()}
+        return drawn | dict(A=A, chunk_size=_TOKENS // 2, dt_softplus=True) | options
+
+    D, dt_bias = (draw(_HEADS, dtype=torch.float32) for _ in range(2))
+    states = draw(*of_states, dtype=torch.float32)
+    yield given(D=D, dt_bias=dt_bias, initial_states=states, return_final_states=True)
+    yield given(dt_limit=(0.1, 2.0))
+
+
+def _scanned_in_chunks(
+    hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+):  # fmt: skip
+    tensors = (hidden_states, dt, A, B, C, D, None, dt_bias)
+    scan = mamba_chunk_scan(*tensors, dt_softplus, initial_states, None, dt_limit)
+    return scan if return_final_states else scan[0]
+
+
 def _steps(
     draw: Draw, of_token: tuple[int, ...], of_factor: tuple[int, ...]
 ) -> Iterator[Arguments]:
@@ -204,6 +230,7 @@ _FORMS = {
         _Form("a step of a causal convolution", _convolution_steps, _convolved_on, "conv_state"),
     ),
     "selective_scan_fn": (_Form("a selective scan", _scans, _scanned),),
+    "mamba_chunk_scan_combined": (_Form("a scan in chunks", _scans_in_chunks, _scanned_in_chunks),),
     "selective_state_update": tuple(
         _Form(
             f"a step of a selective scan {text}",
