@@ -317,6 +317,8 @@ _DRAWS = 4  # compared together: errors of a few numbers differ by luck
 # is off by thousands.
 _BOUNDS = 3.0
 _WITHOUT_GRADIENT = ("cos", "sin", "row_scale", "scales")  # arguments
+# Functions that write into their arguments, called without gradients.
+_WRITING = ("attention_with_kv_cache", "causal_conv1d_update", "selective_state_update")
 
 
 def _self_tests() -> Iterator[Line]:
@@ -402,11 +404,11 @@ def _results(name: str, call: dict, dtype: torch.dtype, by_definition: bool) -> 
     from onepass import functional
 
     function, leaves = getattr(functional, name), []
-    if name == "attention_with_kv_cache":  # without gradients, and tangents
-        function = _decoded if by_definition else function
+    differentiated = set(call) - set(_WITHOUT_GRADIENT)
+    if name in _WRITING:
         differentiated = ()
-    else:
-        differentiated = set(call) - set(_WITHOUT_GRADIENT)
+    if name == "attention_with_kv_cache" and by_definition:  # which knows no tangents
+        function = _decoded
 
     def given(argument: str, value: object) -> object:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
