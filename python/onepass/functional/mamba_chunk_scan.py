@@ -74,7 +74,7 @@ def mamba_chunk_scan(
         TypeError: an argument is of a wrong type.
 
     Examples:
-        >>> x, dt, A = torch.randn(2, 100, 4, 16), torch.rand(2, 100, 4), -torch.rand(4)
+        >>> x, dt, A = torch.randn(2, 100, 4, 16), torch.rand(2, 100, 4), -torch.arange(1.0, 5.0)
         >>> B, C = torch.randn(2, 100, 1, 32), torch.randn(2, 100, 1, 32)
         >>> y = onepass.functional.mamba_chunk_scan(x, dt, A, B, C, 256, dt_softplus=True)
         >>> y.shape
