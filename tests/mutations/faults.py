@@ -117,6 +117,51 @@ FAULTS = [
         ("causal_conv.cpp", "args_.initial_state ? state_[s + width - 1] : zeros_", "zeros_"),
         ("causal_conv.cpp", "of_inputs ? piece.end + before : piece.end", "piece.end"),
         ("causal_conv.cpp", "sums && t < piece.end", "sums != nullptr"),
+        (
+            "causal_conv_update.cpp",
+            "state[(i + args_.tokens) * step]",
+            "state[i * step]",
+        ),
+    ),
+    *_of(
+        "csrc/cpu/selective_scan/",
+        "tests/selective_scan",
+        ("backward.cpp", "g[i] * scratch.h[i][t]", "g[i] * scratch.h[i][t + 1]"),
+        (
+            "backward.cpp",
+            "fma<A>(dproduct, u, load<A>(scratch.dstep[t] + c))",
+            "dproduct * u",
+        ),
+        (
+            "update.cpp",
+            "channels.head / (args.heads / args.groups)",
+            "channels.head % args.groups",
+        ),
+    ),
+    *_of(
+        "csrc/cpu/mamba_chunk_scan/",
+        "tests/mamba_chunk_scan",
+        (
+            "forward.cpp",
+            "args.initial_states || begin > sequence.begin",
+            "begin > sequence.begin",
+        ),
+        ("forward.cpp", "steps.to_after[t] * steps.step[t]", "steps.step[t]"),
+    ),
+    *_of(
+        "python/onepass/",
+        "tests/swap/test_scan.py tests/swap/test_scan_models.py",
+        ("swapping/copies.py", "(ours if function is proven else function)", "ours"),
+        (
+            "integrations/transformers/scans.py",
+            "torch.promote_types(dtype, term.dtype)",
+            "dtype",
+        ),
+        (
+            "integrations/transformers/scans.py",
+            "last_state[-1:] if cu_seqlens is not None else last_state",
+            "last_state",
+        ),
     ),
     *_of(
         "csrc/cpu/optimizer/",
