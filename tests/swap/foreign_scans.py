@@ -10,6 +10,7 @@ from torch import nn
 from onepass.swapping import scans
 
 CHANNELS, STATE, TOKENS = 24, 6, 17
+PROVEN_BY = "the integration that proves these functions imports it"
 
 
 def stands_for(func_name: str, package: str = ""):
@@ -81,7 +82,7 @@ class Convolution(nn.Module):
 
     def __init__(self):
         super().__init__()
-        pytest.importorskip("transformers", reason="its conventions are those of the functions")
+        pytest.importorskip("transformers", reason=PROVEN_BY)
         self.before, self.after = nn.Linear(16, CHANNELS), nn.Linear(CHANNELS, 16)
         self.weight = nn.Parameter(torch.randn(CHANNELS, 4))
         self.bias = nn.Parameter(torch.randn(CHANNELS))
@@ -97,7 +98,7 @@ class Scan(nn.Module):
 
     def __init__(self):
         super().__init__()
-        pytest.importorskip("transformers", reason="its conventions are those of the functions")
+        pytest.importorskip("transformers", reason=PROVEN_BY)
         self.before, self.after = nn.Linear(16, 3 * CHANNELS + 2 * STATE), nn.Linear(CHANNELS, 16)
         self.A_log = nn.Parameter(0.5 * torch.randn(CHANNELS, STATE))
         self.D = nn.Parameter(0.5 * torch.randn(CHANNELS))

@@ -1,7 +1,9 @@
 """swap, kind "scan": functions of state-space layers that a forward calls, by a numeric test."""
 
+import copy
 import functools
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
-from onepass import _dispatch_log
+from onepass import _dispatch_log, numerics
 from onepass.swapping import classes
 from onepass.swapping.classes import Swapped
 from onepass.swapping.reasons import Reason
@@ -113,7 +115,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
 def test_a_function_that_computes_something_else_is_refused(function):
-    pytest.importorskip("transformers")
     of_package, words = REFUSED[function]
     model = calling(stands_for(of_package)(function))
     (entry,) = swap(model).skipped
@@ -123,21 +124,18 @@ def test_a_function_that_computes_something_else_is_refused(function):
 
 
 def test_a_function_that_stays_is_named_in_the_notes():
-    pytest.importorskip("transformers")
     other = stands_for("causal_conv1d_fn")(failing)
     report = swap(calling(foreign_scans.convolve, CallingTwo, other=other), strict=True)
     assert any("other fails: not like this" in note for note in report.notes)
 
 
 def test_a_layer_that_is_left_to_a_refused_function_is_skipped():
-    pytest.importorskip("transformers")
     other = stands_for("causal_conv1d_fn")(failing)
     (entry,) = swap(calling(foreign_scans.whole_layer, CallingTwo, other=other)).skipped
     assert "other fails: not like this" in entry["reason"]
 
 
 def test_the_name_decides_nothing():
-    pytest.importorskip("transformers")
     args = of_convolution()
     for function in (
         foreign_scans.convolve.__wrapped__,  # not decorated
@@ -152,7 +150,6 @@ def test_the_name_decides_nothing():
 
 def test_modules_of_the_package_kernels_are_functions_too():
     """As `kernels.use_kernel_forward_from_hub` makes them of a function."""
-    pytest.importorskip("transformers")
     func = foreign_scans.convolve
 
     class Func(nn.Module):
@@ -215,7 +212,6 @@ def test_what_the_report_says():
 
 @pytest.fixture
 def convolving():
-    pytest.importorskip("transformers")
     model = calling(foreign_scans.convolve)
     swap(model, strict=True)
     return model
@@ -223,7 +219,6 @@ def convolving():
 
 @pytest.fixture
 def scanning():
-    pytest.importorskip("transformers")
     model = calling(foreign_scans.scan)
     swap(model, strict=True)
     return model
@@ -265,11 +260,11 @@ def test_under_autocast_dtypes_are_theirs(convolving):
         assert ours(convolving, **given) == ["causal_conv1d"]
         found, expected = convolving(**given), foreign_scans.convolve(**given)
     assert found.dtype is expected.dtype is torch.float32
-    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    numerics.assert_close([found], [foreign_scans.convolve(**wide)], [expected], "under autocast")
 
 
 def test_steps_of_decoding_write_their_state():
-    pytest.importorskip("transformers")
     model = calling(foreign_scans.convolve_next)
     swap(model, strict=True)
     x, state = torch.randn(2, CHANNELS, 1), torch.randn(2, CHANNELS, 4)
@@ -317,15 +312,26 @@ def refused_by_stock():
     return pytest.raises(ValueError, match="can't keep packed sequences apart")
 
 
-def assert_same_with_gradients(found, expected, model: nn.Module) -> None:
-    torch.testing.assert_close(found, expected)
-    gradients = [
-        torch.autograd.grad(y.square().sum(), [*model.parameters()], allow_unused=True)
-        for y in (found, expected)
-    ]
-    for got, wanted in zip(*gradients, strict=True):
-        if wanted is not None:
-            torch.testing.assert_close(got, wanted, rtol=0, atol=4e-6 * wanted.abs().max().item())
+def assert_as_each_alone(model: nn.Module, packed: Callable, alone: Callable) -> None:
+    """By the numerics rule: the output of `packed(swapped)` and the gradients of its parameters,
+    against `alone(stock)` in float64 and in float32. Swaps the model."""
+    stock = copy.deepcopy(model)
+    exact = copy.deepcopy(stock).double()
+    swap(model, strict=True)
+    with scan_models.InDouble():
+        of_exact = alone(exact)
+    runs = [(model, packed(model)), (exact, of_exact), (stock, alone(stock))]
+    numerics.assert_close(*([output] for _, output in runs), "output")
+    upstream, gradients = torch.randn_like(of_exact), []
+    for module, output in runs:
+        loss = (output * upstream.to(output)).sum()
+        found = torch.autograd.grad(loss, [*module.parameters()], allow_unused=True)
+        gradients.append([g for g in found if g is not None])
+    largest = [of.abs().max() for of in gradients[1]]
+    shares = (torch.cat([(g / m).flatten() for g, m in zip(own, largest, strict=True)])
+              for own in gradients)  # fmt: skip
+    found, of_exact, base = shares
+    numerics.assert_close([found.float()], [of_exact], [base], "gradients")
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "zamba"])
@@ -337,10 +343,12 @@ def test_packed_sequences_are_as_each_alone(name):
     packed = {"seq_idx": SEQ_IDX, "position_ids": positions, "use_cache": False}
     with refused_by_stock():
         model(input_ids=ids, **packed)
-    swap(model, strict=True)
-    found = model(input_ids=ids, **packed).logits
-    alone = [model(input_ids=piece, use_cache=False).logits for piece in ids.split(LENGTHS, 1)]
-    assert_same_with_gradients(found, torch.cat(alone, 1), model)
+
+    def alone(model):
+        pieces = ids.split(LENGTHS, 1)
+        return torch.cat([model(input_ids=p, use_cache=False).logits for p in pieces], 1)
+
+    assert_as_each_alone(model, lambda model: model(input_ids=ids, **packed).logits, alone)
 
 
 def layer_of(name: str) -> nn.Module:
@@ -354,12 +362,15 @@ def test_packed_sequences_of_a_layer(name):
     """In models that do not hand `seq_idx` to it."""
     layer, x = layer_of(name), torch.randn(1, sum(LENGTHS), 32)
     x = x[..., :16] if name == "inkling" else x
+    onepass.unswap(layer)
     with refused_by_stock():
-        onepass.unswap(layer)
         layer(x, seq_idx=SEQ_IDX)
-    swap(layer, strict=True)
-    alone = torch.cat([layer(piece) for piece in x.split(LENGTHS, 1)], 1)
-    assert_same_with_gradients(layer(x, seq_idx=SEQ_IDX), alone, layer)
+
+    def alone(layer):
+        pieces = x.to(next(layer.parameters()).dtype).split(LENGTHS, 1)
+        return torch.cat([layer(piece) for piece in pieces], 1)
+
+    assert_as_each_alone(layer, lambda layer: layer(x, seq_idx=SEQ_IDX), alone)
 
 
 def test_decoding_goes_on_with_the_last_of_packed_sequences():
