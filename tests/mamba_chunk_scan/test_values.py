@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onepass import functional, numerics
 from onepass.reference.mamba_chunk_scan import mamba_chunk_scan as formula
+from tests.support.scans import even, results
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
@@ -22,19 +23,19 @@ def drawn(
 ) -> dict[str, Tensor]:
     """The tensors of a call, some of them parts of a projection; `columns`: a D for each."""
     batch, length, heads, size = shape
-    projected = torch.randn(batch, length, heads * size + 2 * groups * state + heads)
+    projected = even(batch, length, heads * size + 2 * groups * state + heads, dim=1)
     parts = projected.split([heads * size, groups * state, groups * state, heads], -1)
     tensors = {
         "x": parts[0].unflatten(-1, (heads, size)),
-        "dt": parts[3] - 2,
+        "dt": parts[3].abs() - 3,
         # States that hardly decay would have errors of single elements; they have a test.
         "A": -torch.linspace(1.0, 16.0, heads) * (1 + torch.rand(heads)) / 2,
         "B": parts[1].unflatten(-1, (groups, state)),
         "C": parts[2].unflatten(-1, (groups, state)),
-        "D": torch.randn(heads, size) if columns else torch.randn(heads),
-        "z": torch.randn(shape),
-        "dt_bias": torch.randn(heads),
-        "initial_states": torch.randn(batch, heads, size, state),
+        "D": even(heads, size) if columns else even(heads),
+        "z": even(*shape, dim=1),
+        "dt_bias": torch.rand(heads),
+        "initial_states": even(batch, heads, size, state),
     }
     if positive:  # as a step without softplus is
         tensors["dt"], tensors["dt_bias"] = (torch.rand_like(tensors[n]) for n in ("dt", "dt_bias"))
@@ -43,14 +44,6 @@ def drawn(
         for name, tensor in tensors.items()
         if name not in without
     }
-
-
-def results(compute, tensors, upstream, dtype=None) -> list[Tensor]:
-    """(output, final states, gradients in the order of the tensors)."""
-    leaves = {n: t.to(dtype or t.dtype).detach().requires_grad_() for n, t in tensors.items()}
-    found = compute(**leaves)
-    given = [d.to(y.dtype) for d, y in zip(upstream, found, strict=True)]
-    return [*found, *torch.autograd.grad(found, list(leaves.values()), given)]
 
 
 def ours(**options):
@@ -120,12 +113,12 @@ def check(
         sequences = shape[0] if lengths is None else len(lengths)
         of_state = (sequences, *shape[2:], state)
         if lengths is not None and "initial_states" in tensors:
-            tensors["initial_states"] = torch.randn(of_state).to(dtype)
+            tensors["initial_states"] = even(*of_state).to(dtype)
         if step is not None:
             tensors["dt"] = torch.full(shape[:3], step, dtype=dtype)
             tensors["dt"][:, ::3] += 0.25
             tensors["dt_bias"].zero_()
-        upstream = torch.randn(shape).to(dtype), torch.randn(of_state)
+        upstream = even(*shape, dim=1).to(dtype), even(*of_state)
         found.append(
             (
                 results(ours(**options), tensors, upstream),

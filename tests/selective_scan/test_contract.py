@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from onepass import functional
-from tests.selective_scan.test_values import F16, F32, F64, drawn, orders, ours, results
+from tests.selective_scan.test_values import F16, F32, F64, drawn, orders, ours
 from tests.support.refused import assert_refused
+from tests.support.scans import results
 
 OPS = torch.ops.onepass
 WHOLE = ours(delta_softplus=True)

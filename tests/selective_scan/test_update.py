@@ -5,8 +5,8 @@ import torch
 
 from onepass import functional, numerics
 from onepass.reference.selective_scan import selective_state_update as formula
-from tests.selective_scan.test_values import even
 from tests.support.refused import assert_refused
+from tests.support.scans import even
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 WIDE = ("A", "D", "dt_bias")  # float32 beside 16 bits in models

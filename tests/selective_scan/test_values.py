@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onepass import functional, numerics
 from onepass.reference.selective_scan import selective_scan as formula
+from tests.support.scans import even, results
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
@@ -16,13 +17,6 @@ pytestmark = pytest.mark.isa
 
 dtypes = pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
 orders = pytest.mark.parametrize("last", [False, True], ids=["tokens dense", "channels dense"])
-
-
-def even(*shape, dim=-1) -> Tensor:
-    """Numbers of similar size, whose sign is the same along a dimension: of products and sums of
-    normal numbers a single element would have the largest error, by luck ours or the loop's."""
-    signs = torch.randn([1 if d == dim % len(shape) else n for d, n in enumerate(shape)]).sign()
-    return signs * (0.5 + torch.rand(shape))
 
 
 def drawn(
@@ -58,14 +52,6 @@ def drawn(
         for name, tensor in tensors.items()
         if name not in without
     }
-
-
-def results(compute, tensors, upstream, dtype=None) -> list[Tensor]:
-    """(output, last state, gradients in the order of the tensors)."""
-    leaves = {n: t.to(dtype or t.dtype).detach().requires_grad_() for n, t in tensors.items()}
-    found = compute(**leaves)
-    given = [d.to(y.dtype) for d, y in zip(upstream, found, strict=True)]
-    return [*found, *torch.autograd.grad(found, list(leaves.values()), given)]
 
 
 def ours(**options):
