@@ -197,14 +197,7 @@ void put_dy(const SelectiveScanBackward& args, const Block& block, const Span& s
     return;
   }
   read_rows<A>(args.doutput, args.u_dtype, args.doutput_stride, block, span, scratch.dy);
-  if (!args.z) return;
-  read_rows<A>(args.z, args.z_dtype, args.z_stride, block, span, scratch.z);
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int64_t c = 0; c < kBlock<A>; c += kLanes<A>) {
-      const Vec<A> gate = Activated<Activation::kSilu, A>(load<A>(scratch.z[t] + c)).value();
-      store<A>(scratch.dy[t] + c, load<A>(scratch.dy[t] + c) * gate);
-    }
-  }
+  if (args.z) put_gated(args, block, span, scratch.z, scratch.dy);
 }
 
 // A block of channels of one sequence. of_B and of_C, (state, length), are a part's sums.

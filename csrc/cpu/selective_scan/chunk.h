@@ -165,6 +165,19 @@ void put_skip(const Chunk<A>& chunk, int64_t tokens, const Row<A>& D, Rows<A>& y
   }
 }
 
+// rows[t] *= silu(z[t]); reads z.
+template <class A>
+void put_gated(const SelectiveScan& args, const Block& block, const Span& span, Rows<A>& z,
+               Rows<A>& rows) {
+  read_rows<A>(args.z, args.z_dtype, args.z_stride, block, span, z);
+  for (int64_t t = 0; t < span.tokens; ++t) {
+    for (int64_t c = 0; c < kBlock<A>; c += kLanes<A>) {
+      const Vec<A> gate = Activated<Activation::kSilu, A>(load<A>(z[t] + c)).value();
+      store<A>(rows[t] + c, load<A>(rows[t] + c) * gate);
+    }
+  }
+}
+
 template <class A>
 void read_channels(const void* tensor, DType dtype, const Block& block, Row<A>& to) {
   std::fill_n(to, kBlock<A>, A(0));

@@ -69,15 +69,7 @@ void selective_scan_kernel(const SelectiveScanForward& args, const Factors<A>& f
       }
       n += is_tile ? kTile : 1;
     }
-    if (args.z) {
-      read_rows<A>(args.z, args.z_dtype, args.z_stride, block, span, scratch.z);
-      for (int64_t t = 0; t < tokens; ++t) {
-        for (int64_t c = 0; c < kBlock<A>; c += kLanes<A>) {
-          const Vec<A> gate = Activated<Activation::kSilu, A>(load<A>(scratch.z[t] + c)).value();
-          store<A>(scratch.y[t] + c, load<A>(scratch.y[t] + c) * gate);
-        }
-      }
-    }
+    if (args.z) put_gated(args, block, span, scratch.z, scratch.y);
     write_rows<A>(args, scratch.y, block, span, args.output, args.u_dtype);
   }
   write_states<A>(numbers.h[0], kBlock<A>, of_sequence, block.channels, state, args.last_state,
