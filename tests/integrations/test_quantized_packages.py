@@ -1,5 +1,6 @@
 """Checkpoints that bitsandbytes, torchao and compressed-tensors write, read by onepass."""
 
+import copy
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import onepass
 from onepass import numerics
 from onepass.integrations.transformers import QuantizationConfig
 from onepass.nn import QuantizedLinear
@@ -122,3 +124,58 @@ def test_compressed_tensors(name, tmp_path):
     config["quantization_config"] = json.loads(theirs.model_dump_json())
     (path / "config.json").write_text(json.dumps(config))
     check(path, weights)
+
+
+# ---- layers that are loaded already --------------------------------------------------------------
+def loaded(name: str, tmp_path) -> nn.Module:
+    if name == "nf4":
+        pytest.importorskip("bitsandbytes")
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    else:
+        torchao = pytest.importorskip("torchao", minversion="0.16")
+        config = transformers.TorchAoConfig(torchao.quantization.Int8WeightOnlyConfig())
+    return Auto.from_pretrained(save(llama(), tmp_path / "plain"), quantization_config=config)
+
+
+@pytest.mark.parametrize("name", ["nf4", "torchao int8"])
+def test_swap_takes_loaded_layers_and_gives_them_back(name, tmp_path):
+    model = loaded(name, tmp_path)
+    layers = linear_layers(model)
+    if any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in layers.values()):
+        report = onepass.swap(model, kinds="linear")  # bitsandbytes has a kernel of its own
+        assert all("of its own for this CPU" in e["reason"] for e in report.skipped)
+        return
+    state, before = model.state_dict(), logits(model)
+    report = onepass.swap(model, kinds="linear")
+    assert layers.keys() <= {entry["name"] for entry in report.swapped}
+    assert any("kept a second time" in note for note in report.notes)
+    assert report.verify(IDS)
+    swapped = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), swapped)
+    assert model.state_dict().keys() == state.keys()
+    onepass.unswap(model)
+    assert torch.equal(logits(model), before)
+    assert not any("_onepass_quantized" in vars(layer) for layer in layers.values())
+
+
+def test_swap_leaves_layers_whose_input_is_quantised_too(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    model = Auto.from_pretrained(save(llama(), tmp_path / "plain"), quantization_config=config)
+    reasons = {entry["name"]: entry["reason"] for entry in onepass.swap(model).skipped}
+    for name in linear_layers(model):
+        assert reasons[name] == "its products quantise the input too"
+
+
+def test_swap_leaves_fp4(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 64, quant_type="fp4", compute_dtype=torch.float32)
+    model = nn.Sequential(layer, nn.Linear(64, 8))
+    reasons = {entry["name"]: entry["reason"] for entry in onepass.swap(model).skipped}
+    assert reasons["0"].startswith("is not quantised yet")
+    model = model.to("cpu")
+    reasons = {entry["name"]: entry["reason"] for entry in onepass.swap(model).skipped}
+    assert reasons["0"] in (
+        "is not quantised yet: bitsandbytes does that when it is moved to a device",
+        "its weight is fp4 of bitsandbytes, not nf4",
+    )

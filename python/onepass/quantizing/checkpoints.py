@@ -99,11 +99,16 @@ def read_bitsandbytes_4bit(tensors: Tensors, config: Mapping) -> Stored:
     return Stored("nf4", codes, _scales_of_blocks(scales, facts["blocksize"], codes.shape))
 
 
+def group_of_blocks(block: int, in_features: int) -> int:
+    """The size of a group: the most that lies in one block and in one row."""
+    return math.gcd(block, in_features)
+
+
 def _scales_of_blocks(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
     """Scales (groups, out_features) of blocks of a weight's elements, which may go on in its next
-    row: a group is the most that lies in one block and in one row."""
+    row."""
     out_features, in_features = shape
-    group = math.gcd(block, in_features)
+    group = group_of_blocks(block, in_features)
     in_row = in_features // group
     block_of = torch.arange(out_features * in_row, device=scales.device) * group // block
     return scales.float()[block_of].view(out_features, in_row).t()

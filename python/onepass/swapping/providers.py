@@ -20,6 +20,8 @@ LOSSES = "transformers.losses"
 # edits, names and notes of attention that modules take by a name in their config; stock(model) and
 # implementations(model): what `attach` has done.
 MODELS = "transformers.models"
+# words(module), refusal(module), layer_of(module): linear layers that another library quantised.
+QUANTIZED = "quantized_layers"
 # computing(function, spec), forward_of(forward): functions of state-space layers that stand in for
 # those of a package; prove(called, beside_scan), whether one is computed.
 SCANS = "transformers.scans"
