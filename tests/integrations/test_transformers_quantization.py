@@ -1,6 +1,7 @@
 """`QuantizationConfig`: models that are quantised as they are loaded, saved and loaded again, and
 checkpoints of other libraries."""
 
+import importlib
 import json
 import sys
 
@@ -373,3 +374,21 @@ def test_readers_and_the_config_name_the_same_methods():
         layout((16, 64)).method for layout in layouts.LAYOUTS.values()
     }
     assert "onepass.integrations.transformers.quantization" in sys.modules
+
+
+def test_a_quantised_head_that_the_model_does_not_have(tmp_path):
+    """A classifier, and the model without a head, read the body of a language model."""
+    config = {"skip_head": False}
+    path = save(load(save(llama(), tmp_path / "stock"), "int8", config=config), tmp_path / "ours")
+    expected = Auto.from_pretrained(path).model
+    for kind in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        model = kind.from_pretrained(path)
+        assert same_state(model.base_model, expected)
+
+
+def test_transformers_that_cannot_convert_weights(monkeypatch):
+    module = "onepass.integrations.transformers.quantization"
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    with pytest.raises(ImportError, match="must convert weights as it reads them, got version"):
+        importlib.import_module(module)

@@ -19,8 +19,16 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+
+try:
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+except ImportError:
+    raise ImportError(
+        "onepass.integrations.transformers.quantization: transformers must convert weights as it "
+        f"reads them, got version {transformers.__version__}: pip install --upgrade transformers"
+    ) from None
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AutoHfQuantizer,
@@ -169,7 +177,8 @@ class Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.method, self.checkpoint = quantization_config._checkpoint or (METHOD, {})
         self._taken: dict[str, Found] = {}  # by each name; that are not quantised yet
-        self._stored: set[str] = set()  # names of a checkpoint's quantised layers
+        self._stored: set[str] = set()  # a checkpoint's quantised layers by its names
+        self._read: set[str] = set()  # those that were read, by the model's
         self._metadata: dict[str, str] = {}
 
     # ---- before and after loading ----------------------------------------------------------------
@@ -249,35 +258,21 @@ class Quantizer(HfQuantizer):
             RuntimeError: layers of the model's body are quantised in the checkpoint, and none of
                 its linear layers took them: their weights would be random.
         """
-        done = {entry["name"] for entry in self.report.quantized}
-        prefix = f"{model.base_model_prefix}."
-        body = {name for name in self._stored if not self._is_outside(model, name)}
-        lost = sorted(
+        body, prefix = model.base_model, f"{model.base_model_prefix}."
+        # Names in a checkpoint may be older ones, so layers are counted.
+        stored = {
             name
-            for name in body
-            if not {name, prefix + name, name.removeprefix(prefix)} & done
-            and not any(entry.startswith(f"{name}.") for entry in done)
-        )
-        if lost:
+            for name in self._stored
+            if name.startswith(prefix) or name.partition(".")[0] in body._modules
+        }
+        if len(stored) > len(self._read):
+            names = {name.removeprefix(prefix) for name in self._read}
+            lost = sorted(name for name in stored if name.removeprefix(prefix) not in names)
             raise RuntimeError(
-                f"QuantizationConfig: {len(lost)} quantised layers of the checkpoint must be "
-                f"linear layers of {type(model).__name__}, got {lost[0]} and others without one"
+                f"QuantizationConfig: {len(stored) - len(self._read)} quantised layers of the "
+                f"checkpoint must be linear layers of {type(model).__name__}, got {lost[0]} and "
+                "others without one"
             )
-
-    def _is_outside(self, model: nn.Module, name: str) -> bool:
-        """Whether a layer belongs to a head that the model does not have."""
-        prefix = f"{model.base_model_prefix}."
-        return (
-            model.base_model is model and not name.startswith(prefix) and not self._has(model, name)
-        )
-
-    @staticmethod
-    def _has(model: nn.Module, name: str) -> bool:
-        try:
-            model.get_submodule(name.rpartition(".")[0])
-        except AttributeError:
-            return False
-        return "." in name
 
     def _become_ours(self, model: nn.Module, layers: list[QuantizedLinear]) -> None:
         """Makes a checkpoint of another method one that onepass saves and loads."""
@@ -480,9 +475,11 @@ class _Read(ConversionOps):
             tensors = {of.rpartition("_")[2]: tensor for of, tensor in tensors.items()}
             self.hf_quantizer.read_experts(model, name, tensors)
             stem = full_layer_name.removesuffix(".0.weight")
+            self.hf_quantizer._read.add(stem.rpartition(".")[0])
             missing_keys -= {key for key in missing_keys if key.startswith(f"{stem}.")}
         else:
             self.hf_quantizer.read(model, name, tensors)
+            self.hf_quantizer._read.add(name)
         missing_keys.discard(full_layer_name)
         return {}
 
