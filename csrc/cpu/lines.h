@@ -1,11 +1,16 @@
 // Lines of numbers in L1: read from tensors of any dtype, and rounded to them.
 #pragma once
 
+#include <type_traits>
+
 #include "core/visit.h"
 #include "cpu/vec.h"
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
+
+template <class A>
+constexpr DType kAccumulator = std::is_same_v<A, double> ? DType::kFloat64 : DType::kFloat32;
 
 // Calls f<T>() with the type of a dtype that is computed in A; float64 is computed in double only.
 template <class A, class F>
@@ -26,6 +31,31 @@ void widen_line(const void* tensor, DType dtype, int64_t first, int64_t count, A
       store<A>(line + i, load<A>(from + i, lanes), lanes);
     });
   });
+}
+
+// line[i] = tensor[first + i * stride]
+template <class A>
+void widen_strided(const void* tensor, DType dtype, int64_t first, int64_t stride, int64_t count,
+                   A* line) {
+  if (stride == 1) return widen_line(tensor, dtype, first, count, line);
+  visit_numbers<A>(dtype, [&]<class T>() {
+    const T* from = static_cast<const T*>(tensor) + first;
+    for (int64_t i = 0; i < count; ++i) {
+      if constexpr (std::is_same_v<T, A>) {
+        line[i] = from[i * stride];
+      } else {
+        line[i] = widen(from[i * stride]);
+      }
+    }
+  });
+}
+
+// tensor[place], or 0 of null
+template <class A>
+A number_of(const void* tensor, DType dtype, int64_t place) {
+  A number = 0;
+  if (tensor) widen_strided(tensor, dtype, place, 1, 1, &number);
+  return number;
 }
 
 // tensor[first + i] = line[i]; line may be that memory itself.

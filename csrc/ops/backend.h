@@ -6,6 +6,7 @@
 #include "ops/attention.h"
 #include "ops/attention_decode.h"
 #include "ops/causal_conv.h"
+#include "ops/delta_rule.h"
 #include "ops/dropout.h"
 #include "ops/gate.h"
 #include "ops/group_norm.h"
@@ -33,6 +34,7 @@
   FAMILY(causal_conv)            \
   FAMILY(selective_scan)         \
   FAMILY(mamba_chunk_scan)       \
+  FAMILY(delta_rule)             \
   FAMILY(rotary)
 
 namespace onepass {
@@ -61,17 +63,20 @@ namespace onepass {
   OPERATOR(rotary_forward, RotaryForward)                  \
   OPERATOR(rotary_backward, RotaryBackward)
 // The operators for which CUDA uses torch.
-#define ONEPASS_CPU_OPERATORS(OPERATOR)                     \
-  OPERATOR(linear_product, LinearProduct)                   \
-  OPERATOR(epilogue_backward, EpilogueBackward)             \
-  OPERATOR(causal_conv_forward, CausalConvForward)          \
-  OPERATOR(causal_conv_backward, CausalConvBackward)        \
-  OPERATOR(causal_conv_update, CausalConvUpdate)            \
-  OPERATOR(selective_scan_forward, SelectiveScanForward)    \
-  OPERATOR(selective_scan_backward, SelectiveScanBackward)  \
-  OPERATOR(selective_state_update, SelectiveStateUpdate)    \
-  OPERATOR(mamba_chunk_scan_forward, MambaChunkScanForward) \
-  OPERATOR(mamba_chunk_scan_backward, MambaChunkScanBackward)
+#define ONEPASS_CPU_OPERATORS(OPERATOR)                       \
+  OPERATOR(linear_product, LinearProduct)                     \
+  OPERATOR(epilogue_backward, EpilogueBackward)               \
+  OPERATOR(causal_conv_forward, CausalConvForward)            \
+  OPERATOR(causal_conv_backward, CausalConvBackward)          \
+  OPERATOR(causal_conv_update, CausalConvUpdate)              \
+  OPERATOR(selective_scan_forward, SelectiveScanForward)      \
+  OPERATOR(selective_scan_backward, SelectiveScanBackward)    \
+  OPERATOR(selective_state_update, SelectiveStateUpdate)      \
+  OPERATOR(mamba_chunk_scan_forward, MambaChunkScanForward)   \
+  OPERATOR(mamba_chunk_scan_backward, MambaChunkScanBackward) \
+  OPERATOR(delta_rule_forward, DeltaRuleForward)              \
+  OPERATOR(delta_rule_backward, DeltaRuleBackward)            \
+  OPERATOR(delta_rule_update, DeltaRuleUpdate)
 
 #define ONEPASS_DECLARE_OPERATOR(name, Args) Operator<Args> name();
 #define ONEPASS_OPERATOR_MEMBER(name, Args) Operator<Args> name{};

@@ -73,14 +73,6 @@ struct BackwardScratch {
   }
 };
 
-// scalar: turned[k][i] = rows[i][k]
-template <class A>
-void turn(const A* rows, int64_t row_stride, int64_t count, int64_t size, int64_t columns,
-          A* turned) {
-  pack_panel<Multiplier<A>>([&](int64_t i) { return rows + i * row_stride; }, count, size, columns,
-                            turned);
-}
-
 // scalar, s <= t: decay[s][t] = exp(c[t] - c[s]); mixed[s][t] = decay[s][t] pairs[s][t]
 template <class A>
 void put_decays(const Steps<A>& steps, int64_t tokens, const Line<A>* pairs, Line<A>* decay,
@@ -195,7 +187,7 @@ void put_ddt(const MambaChunkScanBackward& args, const Span& span, int64_t head,
   for (int64_t t = 0; t < tokens; ++t) {  // left of t has pairs with s < t
     Vec<A> over{};
     for (int64_t i = t / kLanes<A> * kLanes<A>; i < tokens; i += kLanes<A>) {
-      over += i >= t ? load<A>(left + i) : keep_tokens<A>(load<A>(left + i), i, t, tokens);
+      over += i >= t ? load<A>(left + i) : keep_columns<A>(load<A>(left + i), i, t, tokens);
       store<A>(left + i, load<A>(left + i) + load<A>(own.passing[t] + i));
     }
     da[t] = sum_of_lanes<A>(over);

@@ -7,15 +7,6 @@ namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
 namespace mamba_chunk_scan {
 
-// Lanes of tokens [first, last) of the vector that begins at token t; others are 0, also of NaN.
-template <class A>
-ONEPASS_INLINE Vec<A> keep_tokens(Vec<A> v, int64_t t, int64_t first, int64_t last) {
-  Vec<A> token;
-  for (int i = 0; i < kLanes<A>; ++i) token[i] = static_cast<A>(i);
-  v = token >= broadcast<A>(static_cast<A>(first - t)) ? v : Vec<A>{};
-  return token < broadcast<A>(static_cast<A>(last - t)) ? v : Vec<A>{};
-}
-
 // The products of x and dy of pairs of tokens.
 // scalar, s <= t: dot = x[s] dy[t]; dpairs[s][t] += decay[s][t] step[s] dot
 //         s < t:  passing[s][t] = mixed[s][t] step[s] dot
@@ -38,9 +29,9 @@ struct PairGradient {
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> dot) {
       const int64_t s = row + r, t = column + v * kLanes<A>;
       dot *= broadcast<A>(step[s]);
-      const Vec<A> of_pair = keep_tokens<A>(dot * load<A>(decay[s] + t), t, s, tokens);
+      const Vec<A> of_pair = keep_columns<A>(dot * load<A>(decay[s] + t), t, s, tokens);
       store<A>(dpairs[s] + t, load<A>(dpairs[s] + t) + of_pair);
-      store<A>(passing[s] + t, keep_tokens<A>(dot * load<A>(mixed[s] + t), t, s + 1, tokens));
+      store<A>(passing[s] + t, keep_columns<A>(dot * load<A>(mixed[s] + t), t, s + 1, tokens));
     });
   }
 };

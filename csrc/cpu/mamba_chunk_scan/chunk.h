@@ -7,10 +7,10 @@
 
 #include "cpu/decay.h"
 #include "cpu/lines.h"
-#include "cpu/mamba_chunk_scan/tiles.h"
 #include "cpu/parallel.h"
 #include "cpu/pieces.h"
 #include "cpu/sequences.h"
+#include "cpu/tiles.h"
 #include "ops/mamba_chunk_scan.h"
 
 namespace onepass::cpu {
@@ -24,22 +24,6 @@ template <class A>
 using Line = A[kTokens];
 template <class A>
 using Square = Line<A>[kTokens];  // of pairs of tokens
-
-template <class A>
-constexpr DType kAccumulator = std::is_same_v<A, double> ? DType::kFloat64 : DType::kFloat32;
-
-template <class A>
-int64_t padded(int64_t size) {
-  return round_up(size, kLanes<A>);
-}
-
-// Of rows of so many columns in scratch: an odd number of cache lines, so that the same columns of
-// many rows lie in all sets of the first cache.
-template <class A>
-int64_t row_stride_of(int64_t columns) {
-  constexpr int64_t kLine = 64 / sizeof(A);
-  return (ceil_div(columns, kLine) | 1) * kLine;
-}
 
 // Calls f<A>() with the type that the call is computed in.
 template <class F>
@@ -83,29 +67,6 @@ inline Span chunk_of(const MambaChunkScan& args, int64_t sample, int64_t number)
 }
 
 // ---- rows of tensors ----------------------------------------------------------------------------
-
-// line[i] = tensor[first + i * stride]
-template <class A>
-void widen_strided(const void* tensor, DType dtype, int64_t first, int64_t stride, int64_t count,
-                   A* line) {
-  visit_numbers<A>(dtype, [&]<class T>() {
-    const T* from = static_cast<const T*>(tensor) + first;
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_same_v<T, A>) {
-        line[i] = from[i * stride];
-      } else {
-        line[i] = widen(from[i * stride]);
-      }
-    }
-  });
-}
-
-template <class A>
-A number_of(const void* tensor, DType dtype, int64_t place) {
-  A number = 0;
-  if (tensor) widen_strided(tensor, dtype, place, 1, 1, &number);
-  return number;
-}
 
 // Columns [first, first + count) of a head.
 struct Columns {

@@ -24,26 +24,6 @@ using Rows = Row<A>[kTokens];
 template <class A>
 using Lines = A[kLanes<A>][kTokens];
 
-template <class A>
-constexpr DType kAccumulator = std::is_same_v<A, double> ? DType::kFloat64 : DType::kFloat32;
-
-// line[i] = tensor[first + i * stride]
-template <class A>
-void widen_strided(const void* tensor, DType dtype, int64_t first, int64_t stride, int64_t count,
-                   A* line) {
-  if (stride == 1) return widen_line(tensor, dtype, first, count, line);
-  visit_numbers<A>(dtype, [&]<class T>() {
-    const T* from = static_cast<const T*>(tensor) + first;
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_same_v<T, A>) {
-        line[i] = from[i * stride];
-      } else {
-        line[i] = widen(from[i * stride]);
-      }
-    }
-  });
-}
-
 // scalar: rows[t][lane + i] = lines[i][t]
 template <class A>
 void put_columns(const Lines<A>& lines, int64_t tokens, int64_t lane, Row<A>* rows) {

@@ -13,10 +13,21 @@
 
 namespace onepass::cpu {
 inline namespace ONEPASS_ISA {
-namespace mamba_chunk_scan {
-
 template <class A>
 using Multiplier = std::conditional_t<std::is_same_v<A, double>, Fma64, Fma>;
+
+template <class A>
+int64_t padded(int64_t size) {
+  return round_up(size, kLanes<A>);
+}
+
+// Of rows of so many columns in scratch: an odd number of cache lines, so that the same columns of
+// many rows lie in all sets of the first cache.
+template <class A>
+int64_t row_stride_of(int64_t columns) {
+  constexpr int64_t kLine = 64 / sizeof(A);
+  return ((columns + kLine - 1) / kLine | 1) * kLine;
+}
 
 // The first factor: element (row, k) is at[row * of_row + k * of_step].
 template <class A>
@@ -43,6 +54,14 @@ struct Panel {
   Panel back_from(int64_t k, int64_t column) const { return {at + k * of_step + column, -of_step}; }
 };
 
+// scalar: turned[k][i] = rows[i][k]; columns beyond the count are 0
+template <class A>
+void turn(const A* rows, int64_t row_stride, int64_t count, int64_t size, int64_t columns,
+          A* turned) {
+  pack_panel<Multiplier<A>>([&](int64_t i) { return rows + i * row_stride; }, count, size, columns,
+                            turned);
+}
+
 template <class A, int kRows, int kVectors>
 ONEPASS_INLINE void add(const Broadcasts<A>& a, const Panel<A>& b, int64_t steps,
                         Vec<A> (&sum)[kRows][kVectors]) {
@@ -66,6 +85,15 @@ ONEPASS_INLINE void add_triangle(const Broadcasts<A>& a, const Panel<A>& b,
       }
     }
   }
+}
+
+// Lanes of columns [first, last) of the vector that begins at a column; others are 0, also of NaN.
+template <class A>
+ONEPASS_INLINE Vec<A> keep_columns(Vec<A> v, int64_t column, int64_t first, int64_t last) {
+  Vec<A> lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = static_cast<A>(i);
+  v = lane >= broadcast<A>(static_cast<A>(first - column)) ? v : Vec<A>{};
+  return lane < broadcast<A>(static_cast<A>(last - column)) ? v : Vec<A>{};
 }
 
 // Calls store(r, v, sum) for all of a tile's.
@@ -125,6 +153,5 @@ void for_each_tile(int64_t rows, int64_t columns, const Product& product) {
   }
 }
 
-}  // namespace mamba_chunk_scan
 }  // namespace ONEPASS_ISA
 }  // namespace onepass::cpu
