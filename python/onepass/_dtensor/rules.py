@@ -112,6 +112,24 @@ def _mamba_chunk_scan(given: Given) -> Layout:
     return Layout(inputs, results, _choices((*samples, *heads)))
 
 
+def _delta_rule(given: Given) -> Layout:
+    q, v = given["q"], given["v"]
+    samples = _dims(q, 1) if given["cu_seqlens"] is None else (None,)
+    # A head of keys and the heads that it serves stay together.
+    heads = ("heads",) if q.shape[2] == v.shape[2] else (None,)
+    dims, of_state = (*samples, None, *heads), (*samples, *heads)
+    inputs = dict.fromkeys(("q", "k", "v", "g", "beta"), dims)
+    inputs |= dict.fromkeys(("initial_state", "state"), of_state)
+    results = ((*dims, None), (*of_state, None, None))
+    return Layout(inputs, results, _choices((*samples, *heads)))
+
+
+def _delta_rule_update(given: Given) -> Layout:
+    layout = _delta_rule(given)
+    layout.outputs, layout.written = layout.outputs[:1], frozenset({"state"})
+    return layout
+
+
 def _causal_conv1d_update(given: Given) -> Layout:
     channels = ("channels",)
     dims = (*_dims(given["x"], 1), *channels)
@@ -431,6 +449,8 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "causal_conv1d": _causal_conv1d,
     "causal_conv1d_update": _causal_conv1d_update,
     "cross_entropy": _loss(loss.cross_entropy, _of_logits),
+    "delta_rule": _delta_rule,
+    "delta_rule_update": _delta_rule_update,
     "dropout": _elementwise,
     "gated_activation": _gate,
     "group_norm": _group_norm,
@@ -440,6 +460,7 @@ RULES: dict[str, Callable[[Given], Layout]] = {
     "modulated_norm": _modulated_norm,
     "norm": _norm,
     "quantized_linear": _quantized_linear,
+    "recurrent_delta_rule": _delta_rule,
     "rotary": _rotary,
     "rotary_inplace": _rotary_inplace,
     "scaled_add_norm": _scaled_add_norm,

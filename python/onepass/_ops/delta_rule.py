@@ -66,9 +66,34 @@ def delta_rule_update(
     return output
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a call goes through the operator that has a gradient."""
-    return differentiation.is_differentiated(*(t for t in tensors if t is not None))
+@entry
+def recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    qk_l2norm: bool,
+    g_has_channels: bool,
+) -> tuple[Tensor, Tensor]:
+    """(output, final_state), for few tokens; where a gradient is wanted, as delta_rule."""
+    options = (cu_seqlens, scale, qk_l2norm, g_has_channels)
+    if q.is_cuda or differentiation.is_differentiated(q, k, v, g, beta, initial_state):
+        return delta_rule(q, k, v, g, beta, initial_state, *options)
+    if not torch.compiler.is_compiling():
+        _delta_rule.forward.check(q, k, v, g, beta, initial_state, *options, False)
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (sequences, v.shape[2], q.shape[3], v.shape[3])
+    if initial_state is None:
+        state = q.new_zeros(shape, dtype=dtype)
+    else:
+        state = q.new_empty(shape, dtype=dtype).copy_(initial_state)
+    output = _update.op(state, q, k, v, g, beta, *options)
+    return output, state
 
 
 def _outputs(q, v, cu_seqlens, save_states):

@@ -4,6 +4,13 @@ import onepass._ops  # noqa: F401, first: it reports a broken installation
 from onepass.functional.attention import scaled_dot_product_attention, varlen_attention
 from onepass.functional.attention_decode import attention_with_kv_cache, merge_attention_states
 from onepass.functional.causal_conv import causal_conv1d, causal_conv1d_update
+from onepass.functional.delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    delta_rule_update,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+)
 from onepass.functional.dropout import add_dropout, drop_path_scale, dropout
 from onepass.functional.gate import gated_activation, gelu_mul, silu_mul
 from onepass.functional.group_norm import group_norm
@@ -29,9 +36,14 @@ __all__ = [
     "attention_with_kv_cache",
     "causal_conv1d",
     "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
     "cross_entropy",
+    "delta_rule_update",
     "drop_path_scale",
     "dropout",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
     "gated_activation",
     "gelu_mul",
     "group_norm",

@@ -318,7 +318,12 @@ _DRAWS = 4  # compared together: errors of a few numbers differ by luck
 _BOUNDS = 3.0
 _WITHOUT_GRADIENT = ("cos", "sin", "row_scale", "scales")  # arguments
 # Functions that write into their arguments, called without gradients.
-_WRITING = ("attention_with_kv_cache", "causal_conv1d_update", "selective_state_update")
+_WRITING = (
+    "attention_with_kv_cache",
+    "causal_conv1d_update",
+    "delta_rule_update",
+    "selective_state_update",
+)
 
 
 def _self_tests() -> Iterator[Line]:
