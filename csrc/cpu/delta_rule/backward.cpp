@@ -4,12 +4,12 @@
 //   du[s] = dS^T k_after[s] + sum over t >= s of of_queries[t][s] dy[t]
 //   w solves the transposed system of equations: w[s] = du[s] - sum over t > s of beta[t]
 //     of_keys[t][s] w[t]; it is the gradient of beta r
-//   dv = beta w,  dbeta[t] = w[t] (r[t] - sum over s < t of of_keys[t][s] u[s])
+//   dv = beta w,  dbeta[t] = w[t] e[t]; u = beta e, and e has a system of its own
 //   of_keys[t][s] has -beta[t] w[t] u[s], of_queries[t][s] has dy[t] u[s]
 //   q_before[t] has S dy[t], k_before[t] has -S (beta[t] w[t]), k_after[s] has dS u[s]
 //   dS becomes left dS + sum over t of q_before[t] dy[t]^T - k_before[t] (beta[t] w[t])^T
 //
-// A piece of work is a head of keys in a sequence, with all heads of values that it has. r and u are
+// A piece of work is a head of keys in a sequence, with all heads of values that it has. e and u are
 // computed again. Multiply-adds per token and head: 7 key_dim value_dim + kTokens (3 key_dim + 2.5
 // value_dim).
 #include "cpu/delta_rule/backward_pairs.h"
@@ -27,9 +27,9 @@ struct BackwardScratch {
   A* dstates;           // (heads of a key head, key_dim, value_dim)
   A* state;             // (key_dim, value_dim)
   A* turned;            // (value_dim, key_dim), of a state or its gradient
-  A *r, *u, *w, *dy;    // (kTokens, value_dim)
+  A *e, *u, *w, *dy;    // (kTokens, value_dim)
   A* panel;             // (value_dim, kTokens), of u
-  Line<A>* products;    // [t][s]: w[t] u[s]
+  Line<A>* system;      // of e
   A* dbeta;             // (kTokens,)
 
   BackwardScratch(const DeltaRule& args, Arena& arena)
@@ -39,33 +39,34 @@ struct BackwardScratch {
     dstates = arena.take<A>(args.heads / args.key_heads * of_state);
     state = arena.take<A>(of_state);
     turned = arena.take<A>(args.value_dim * widths.key_stride);
-    for (A** each : {&r, &u, &w, &dy}) *each = arena.take<A>(kTokens * widths.value_stride);
+    for (A** each : {&e, &u, &w, &dy}) *each = arena.take<A>(kTokens * widths.value_stride);
     panel = arena.take<A>(args.value_dim * kTokens);
-    products = arena.take<Line<A>>(kTokens);
+    system = arena.take<Line<A>>(kTokens);
     dbeta = arena.take<A>(kTokens);
   }
 };
 
-// dbeta, and the gradients of of_keys, in place of the products w[t] u[s].
+// scalar: dbeta[t] = w[t] e[t]
 template <class A>
 void put_dbeta(BackwardScratch<A>& own) {
-  const Chunk<A>& chunk = own.chunk;
-  const int64_t stride = chunk.widths.value_stride, columns = padded<A>(chunk.tokens);
+  const int64_t stride = own.chunk.widths.value_stride;
+  for (int64_t t = 0; t < own.chunk.tokens; ++t) {
+    Vec<A> sum{};
+    for (int64_t i = t * stride; i < t * stride + own.chunk.widths.value; i += kLanes<A>) {
+      sum = fma<A>(load<A>(own.w + i), load<A>(own.e + i), sum);
+    }
+    own.dbeta[t] = sum_of_lanes<A>(sum);
+  }
+}
+
+// scalar: system[t][s] = -of_keys[t][s] beta[s], for s < t, and for others of their vectors
+template <class A>
+void put_column_system(const Chunk<A>& chunk, Line<A>* system) {
+  std::fill(chunk.beta + chunk.tokens, chunk.beta + kTokens, A(0));
   for (int64_t t = 0; t < chunk.tokens; ++t) {
-    Vec<A> of_values{}, of_pairs{};
-    for (int64_t i = t * stride; i < t * stride + chunk.widths.value; i += kLanes<A>) {
-      of_values = fma<A>(load<A>(own.w + i), load<A>(own.r + i), of_values);
+    for (int64_t s = 0; s <= t; s += kLanes<A>) {
+      store<A>(system[t] + s, -load<A>(chunk.beta + s) * load<A>(chunk.of_keys[t] + s));
     }
-    const Vec<A> factor = broadcast<A>(-chunk.beta[t]);
-    for (int64_t s = 0; s < columns; s += kLanes<A>) {
-      const Vec<A> product = load<A>(own.products[t] + s);
-      if (s < t) {
-        const Vec<A> of_keys = load<A>(chunk.of_keys[t] + s);
-        of_pairs = fma<A>(product, keep_columns<A>(of_keys, s, 0, t), of_pairs);
-      }
-      store<A>(own.keys.dkeys[t] + s, factor * product);
-    }
-    own.dbeta[t] = sum_of_lanes<A>(of_values) - sum_of_lanes<A>(of_pairs);
   }
 }
 
@@ -95,12 +96,13 @@ void head_backward(const DeltaRuleBackward& args, const Span& span, int64_t chun
   put_chunk<kChannels>(args, span, head, chunk);
   read_state(args, args.states, kAccumulator<A>, chunk_number * args.heads + head, widths,
              own.state);
-  read_rows(args.v, args.v_dtype, args.v_stride, span, head, args.value_dim, A(1), stride, own.r);
+  read_rows(args.v, args.v_dtype, args.v_stride, span, head, args.value_dim, A(1), stride, own.e);
   const Panel<A> state{own.state, stride};
   for_each_tile<A>(tokens, widths.value,
-                   Residual<A>{{chunk.k_before, of_keys, 1}, state, args.key_dim, own.r});
-  scale_rows(tokens, widths.value, stride, chunk.beta, own.r, own.u);
-  solve<false>(chunk.system, tokens, widths.value, stride, own.u);
+                   Residual<A>{{chunk.k_before, of_keys, 1}, state, args.key_dim, own.e});
+  put_column_system(chunk, own.system);
+  solve<false>(own.system, tokens, widths.value, stride, own.e);
+  scale_rows(tokens, widths.value, stride, chunk.beta, own.e, own.u);
   if (args.doutput) {
     read_rows(args.doutput, args.v_dtype, args.doutput_stride, span, head, args.value_dim,
               static_cast<A>(args.scale), stride, own.dy);
@@ -117,15 +119,7 @@ void head_backward(const DeltaRuleBackward& args, const Span& span, int64_t chun
                                      dy,
                                      own.w});
   solve<true>(chunk.system, tokens, widths.value, stride, own.w);
-  turn(own.u, stride, tokens, args.value_dim, kTokens, own.panel);
-  const Panel<A> u{own.panel, kTokens};
-  const int64_t columns = padded<A>(tokens);
-  for_each_tile<A>(tokens, columns,
-                   PairGradient<A>{{own.w, stride, 1}, u, args.value_dim, 0, own.products});
-  for_each_tile<A>(tokens, columns,
-                   PairGradient<A>{{own.dy, stride, 1}, u, args.value_dim, 1, keys.dqueries});
   put_dbeta(own);
-  put_dleft(widths, args.key_dim, own.state, dstate, keys.dleft);
   scale_rows(tokens, widths.value, stride, chunk.beta, own.w, own.w);
   if (args.dv) {
     for (int64_t t = 0; t < tokens; ++t) {
@@ -135,6 +129,14 @@ void head_backward(const DeltaRuleBackward& args, const Span& span, int64_t chun
   }
   // w becomes the gradient of what k_before reads.
   for (int64_t i = 0; i < tokens * stride; i += kLanes<A>) store<A>(own.w + i, -load<A>(own.w + i));
+  turn(own.u, stride, tokens, args.value_dim, kTokens, own.panel);
+  const Panel<A> u{own.panel, kTokens};
+  const int64_t columns = padded<A>(tokens);
+  for_each_tile<A>(tokens, columns,
+                   PairGradient<A>{{own.w, stride, 1}, u, args.value_dim, 0, keys.dkeys});
+  for_each_tile<A>(tokens, columns,
+                   PairGradient<A>{{own.dy, stride, 1}, u, args.value_dim, 1, keys.dqueries});
+  put_dleft(widths, args.key_dim, own.state, dstate, keys.dleft);
   const auto of_rows = [&](const A* rows, A* to) {
     for_each_tile<A>(
         tokens, widths.key,

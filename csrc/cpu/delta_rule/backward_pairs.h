@@ -114,8 +114,13 @@ template <class A>
 void put_channel_state_gradients(const Chunk<A>& chunk, KeyGradients<A>& own) {
   const int64_t tokens = chunk.tokens, stride = chunk.widths.key_stride;
   for (int64_t n = 0; n < chunk.widths.key; n += kLanes<A>) {
-    Vec<A> passed = load<A>(chunk.left + n) * load<A>(own.dleft + n);
+    // Sums over tokens restart with each block, for short chains.
+    Vec<A> passed = load<A>(chunk.left + n) * load<A>(own.dleft + n), of_block{};
     for (int64_t t = 0; t < tokens; ++t) {
+      if (t % kBlock == 0) {
+        passed += of_block;
+        of_block = Vec<A>{};
+      }
       const int64_t i = t * stride + n, block = t / kBlock * stride + n;
       const Vec<A> dq = load<A>(own.dq_before + i), dk = load<A>(own.dk_before + i);
       const Vec<A> put = load<A>(own.dk_after + i);
@@ -123,15 +128,19 @@ void put_channel_state_gradients(const Chunk<A>& chunk, KeyGradients<A>& own) {
       const Vec<A> after = load<A>(chunk.beyond + i) * load<A>(chunk.blocks_after + block);
       store<A>(own.dq + i, fma<A>(before, dq, load<A>(own.dq + i)));
       store<A>(own.dk + i, fma<A>(after, put, fma<A>(before, dk, load<A>(own.dk + i))));
-      store<A>(own.dg + i, passed);
-      passed = fma<A>(put, load<A>(chunk.k_after + i), passed);
+      store<A>(own.dg + i, passed + of_block);
+      of_block = fma<A>(put, load<A>(chunk.k_after + i), of_block);
     }
-    passed = Vec<A>{};
+    passed = of_block = Vec<A>{};
     for (int64_t t = tokens - 1; t >= 0; --t) {
+      if (t % kBlock == kBlock - 1) {
+        passed += of_block;
+        of_block = Vec<A>{};
+      }
       const int64_t i = t * stride + n;
-      passed = fma<A>(load<A>(own.dq_before + i), load<A>(chunk.q_before + i), passed);
-      passed = fma<A>(load<A>(own.dk_before + i), load<A>(chunk.k_before + i), passed);
-      store<A>(own.dg + i, load<A>(own.dg + i) + passed);
+      of_block = fma<A>(load<A>(own.dq_before + i), load<A>(chunk.q_before + i), of_block);
+      of_block = fma<A>(load<A>(own.dk_before + i), load<A>(chunk.k_before + i), of_block);
+      store<A>(own.dg + i, load<A>(own.dg + i) + (passed + of_block));
     }
   }
 }
@@ -176,13 +185,17 @@ void put_gradients_before_block(Chunk<A>& chunk, int64_t first, int64_t last,
   columns(own.dqueries, chunk.q_local, own.of_query);
   columns(own.dkeys, chunk.k_local, own.of_key);
   for (int64_t n = 0; n < width; n += kLanes<A>) {
-    Vec<A> passed{};
+    Vec<A> passed{}, of_block{};
     for (int64_t s = 0; s < first; ++s) {
+      if (s % kBlock == 0) {
+        passed += of_block;
+        of_block = Vec<A>{};
+      }
       const int64_t i = s * stride + n;
       const Vec<A> dk = load<A>(own.of_query + i) + load<A>(own.of_key + i);
       store<A>(own.dk + i, fma<A>(load<A>(chunk.reach + i), dk, load<A>(own.dk + i)));
-      store<A>(own.dg + i, load<A>(own.dg + i) + passed);
-      passed = fma<A>(load<A>(chunk.scaled + i), dk, passed);
+      store<A>(own.dg + i, load<A>(own.dg + i) + (passed + of_block));
+      of_block = fma<A>(load<A>(chunk.scaled + i), dk, of_block);
     }
   }
 }

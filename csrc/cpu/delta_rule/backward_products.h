@@ -20,9 +20,9 @@ struct UpdateGradient {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(k_after.from(row), dstate.from(0, column), key_dim, sum);
+    add_chains(k_after.from(row), dstate.from(0, column), key_dim, sum);
     const Broadcasts<A> queries{of_queries[0], 1, kTokens};
-    add(queries.back_from(row, tokens - 1), dy.back_from(tokens - 1, column), tokens - row - kRows,
+    add_chains(queries.back_from(row, tokens - 1), dy.back_from(tokens - 1, column), tokens - row - kRows,
         sum);
     add_triangle<true>(queries.from(row, row), dy.from(row, column), sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
@@ -43,14 +43,14 @@ struct RowProduct {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(factors.from(row), panel.from(0, column), steps, sum);
+    add_chains(factors.from(row), panel.from(0, column), steps, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       store<A>(to + (row + r) * row_stride + column + v * kLanes<A>, value);
     });
   }
 };
 
-// scalar: to[t][s] = factor[t] sum over p of rows[t][p] u[s][p], for s < t, or s <= t; 0 for others
+// scalar: to[t][s] = sum over p of rows[t][p] u[s][p], for s < t, or s <= t; 0 for others
 template <class A>
 struct PairGradient {
   Broadcasts<A> rows;
@@ -66,7 +66,7 @@ struct PairGradient {
       return put(row, column, zeros);
     }
     Vec<A> sum[kRows][kVectors] = {};
-    add(rows.from(row), u.from(0, column), value_dim, sum);
+    add_chains(rows.from(row), u.from(0, column), value_dim, sum);
     put(row, column, sum);
   }
 
@@ -92,8 +92,8 @@ struct StateGradient {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(q_before.back_from(row, tokens - 1), dy.back_from(tokens - 1, column), tokens, sum);
-    add(k_before.back_from(row, tokens - 1), dr.back_from(tokens - 1, column), tokens, sum);
+    add_chains(q_before.back_from(row, tokens - 1), dy.back_from(tokens - 1, column), tokens, sum);
+    add_chains(k_before.back_from(row, tokens - 1), dr.back_from(tokens - 1, column), tokens, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       A* to = dstate + (row + r) * dy.of_step + column + v * kLanes<A>;
       store<A>(to, fma<A>(load<A>(to), broadcast<A>(left[row + r]), value));
@@ -112,7 +112,7 @@ struct QueryGradient {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(dqueries.from(row), k.from(0, column), row + kRows, sum);
+    add_chains(dqueries.from(row), k.from(0, column), row + kRows, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       A* to = dq + (row + r) * k.of_step + column + v * kLanes<A>;
       store<A>(to, load<A>(to) + value);
@@ -132,9 +132,9 @@ struct KeyGradient {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(Broadcasts<A>{dkeys[row], kTokens, 1}, k.from(0, column), row + kRows, sum);
-    add(Broadcasts<A>{dkeys[row] + row, 1, kTokens}, k.from(row, column), tokens - row, sum);
-    add(Broadcasts<A>{dqueries[row] + row, 1, kTokens}, q.from(row, column), tokens - row, sum);
+    add_chains(Broadcasts<A>{dkeys[row], kTokens, 1}, k.from(0, column), row + kRows, sum);
+    add_chains(Broadcasts<A>{dkeys[row] + row, 1, kTokens}, k.from(row, column), tokens - row, sum);
+    add_chains(Broadcasts<A>{dqueries[row] + row, 1, kTokens}, q.from(row, column), tokens - row, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       A* to = dk + (row + r) * k.of_step + column + v * kLanes<A>;
       store<A>(to, load<A>(to) + value);

@@ -63,6 +63,25 @@ struct Widths {
         value_stride(row_stride_of<A>(args.value_dim)) {}
 };
 
+// As add() of cpu/tiles.h, but in chains of so many additions, which are then added: one long chain
+// would be further from float64 than torch's products are.
+constexpr int64_t kChain = 32;
+
+template <class A, int kRows, int kVectors>
+ONEPASS_INLINE void add_chains(const Broadcasts<A>& a, const Panel<A>& b, int64_t steps,
+                               Vec<A> (&sum)[kRows][kVectors]) {
+  for (int64_t k = 0; k < steps; k += kChain) {
+    Vec<A> part[kRows][kVectors] = {};
+    add(Broadcasts<A>{a.at + k * a.of_step, a.of_row, a.of_step},
+        Panel<A>{b.at + k * b.of_step, b.of_step}, std::min(kChain, steps - k), part);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += part[r][v];
+    }
+  }
+}
+
 // ---- rows of tensors ----------------------------------------------------------------------------
 
 // Rows of a head from a tensor (batch, length, heads, size), times a factor, filled up to a vector
@@ -296,7 +315,7 @@ struct PairProduct {
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     if (column >= first + row + kRows) return;
     Vec<A> sum[kRows][kVectors] = {};
-    add(rows.from(row), k.from(0, column), key_dim, sum);
+    add_chains(rows.from(row), k.from(0, column), key_dim, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       const int64_t s = column + v * kLanes<A>;
       store<A>(to[row + r] + s, decay ? load<A>(decay[row + r] + s) * value : value);
@@ -451,7 +470,7 @@ struct OtherBlocks {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[r][v] = load<A>(to + r * u.of_step + v * kLanes<A>);
     }
-    add(system.from(row), u.from(0, column), count, sum);
+    add_chains(system.from(row), u.from(0, column), count, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       store<A>(to + r * u.of_step + v * kLanes<A>, value);
     });
@@ -516,7 +535,7 @@ struct Residual {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(k_before.from(row), state.from(0, column), key_dim, sum);
+    add_chains(k_before.from(row), state.from(0, column), key_dim, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       A* to = u + (row + r) * state.of_step + column + v * kLanes<A>;
       store<A>(to, load<A>(to) - value);

@@ -39,8 +39,8 @@ struct OutputProduct {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(q_before.from(row), state.from(0, column), key_dim, sum);
-    add(of_queries.from(row), u.from(0, column), row, sum);
+    add_chains(q_before.from(row), state.from(0, column), key_dim, sum);
+    add_chains(of_queries.from(row), u.from(0, column), row, sum);
     add_triangle<false>(of_queries.from(row, row), u.from(row, column), sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       store<A>(output + (row + r) * u.of_step + column + v * kLanes<A>, scale * value);
@@ -61,7 +61,7 @@ struct StateProduct {
   template <int kRows, int kVectors>
   [[gnu::noinline]] void run(int64_t row, int64_t column) const {
     Vec<A> sum[kRows][kVectors] = {};
-    add(k_after.from(row), u.from(0, column), tokens, sum);
+    add_chains(k_after.from(row), u.from(0, column), tokens, sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       A* to = state + (row + r) * u.of_step + column + v * kLanes<A>;
       const Vec<A> factor = broadcast<A>(left[row + r]);
