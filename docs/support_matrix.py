@@ -69,6 +69,11 @@ def _step_of_muon(name: str) -> Call:
     return step
 
 
+def _keys(new: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """q, k and v of a delta rule."""
+    return [new(2, 8, 4, 3) for _ in "qkv"]
+
+
 def _clip(new: Callable[..., torch.Tensor]) -> None:
     parameter = torch.nn.Parameter(new(64).detach())
     parameter.grad = torch.ones_like(parameter)
@@ -200,6 +205,27 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
             )
         },
         "mamba_chunk_scan_forward",
+        _LINEAR,
+    ),
+    (
+        {
+            "chunk_gated_delta_rule": lambda new: F.chunk_gated_delta_rule(
+                *_keys(new), new(2, 8, 4), new(2, 8, 4)
+            )[0],
+            "chunk_kda": lambda new: F.chunk_kda(
+                *_keys(new), new(2, 8, 4, 3), new(2, 8, 4)
+            )[0],
+            "fused_recurrent_gated_delta_rule": lambda new: F.fused_recurrent_gated_delta_rule(
+                *_keys(new), new(2, 8, 4), new(2, 8, 4)
+            )[0],
+            "fused_recurrent_kda": lambda new: F.fused_recurrent_kda(
+                *_keys(new), new(2, 8, 4, 3), new(2, 8, 4)
+            )[0],
+            "delta_rule_update": lambda new: F.delta_rule_update(
+                new(2, 4, 3, 3).detach(), *_keys(new), new(2, 8, 4), new(2, 8, 4)
+            ),
+        },
+        "delta_rule_forward",
         _LINEAR,
     ),
     (

@@ -273,6 +273,7 @@ INTERFACES = {
     "causal_conv": ("python/onepass/functional/causal_conv.py",),  # models hold an nn.Conv1d
     "selective_scan": ("python/onepass/functional/selective_scan.py",),  # within a Mamba layer
     "mamba_chunk_scan": ("python/onepass/functional/mamba_chunk_scan.py",),  # likewise
+    "delta_rule": ("python/onepass/functional/delta_rule.py",),  # within an attention layer
 }
 
 

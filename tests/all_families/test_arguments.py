@@ -20,6 +20,11 @@ PACKED, CU = torch.randn(12, 4, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
 USED = torch.tensor([3, 2], dtype=torch.int32)
 LSE = torch.zeros(2, 4, 6)
 
+DELTA = dict(
+    q=X, k=X, v=X, beta=X[..., 0], scale=0.5, initial_state=torch.zeros(2, 6, 8, 8),
+    output_final_state=True, use_qk_l2norm_in_kernel=True,
+)  # fmt: skip
+
 # Right arguments of every function by name, with every one that takes a tensor or a number.
 RIGHT = {
     "layer_norm": dict(input=X, normalized_shape=(8,), weight=W, bias=W, eps=1e-5),
@@ -65,6 +70,14 @@ RIGHT = {
         C=torch.ones(2, 4, 1, 3), chunk_size=64, D=torch.ones(6), z=X[:, :, :6],
         dt_bias=torch.ones(6), dt_softplus=True, initial_states=torch.zeros(2, 6, 8, 3),
         dt_limit=(0.0, 5.0),
+    ),
+    "chunk_gated_delta_rule": DELTA | dict(g=-X[..., 0].abs(), chunk_size=64),
+    "chunk_kda": DELTA | dict(g=-X.abs(), chunk_size=64),
+    "fused_recurrent_gated_delta_rule": DELTA | dict(g=-X[..., 0].abs()),
+    "fused_recurrent_kda": DELTA | dict(g=-X.abs()),
+    "delta_rule_update": dict(
+        state=torch.zeros(2, 6, 8, 8), q=X, k=X, v=X, g=-X.abs(), beta=X[..., 0], scale=0.5,
+        use_qk_l2norm_in_kernel=True,
     ),
     "selective_state_update": dict(
         state=torch.zeros(4, 6, 8), x=X[0, ..., 0], dt=X[0, ..., 0], A=-W.expand(6, 8),

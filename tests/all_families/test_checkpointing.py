@@ -21,6 +21,7 @@ selective = functools.partial(create_selective_checkpoint_contexts, onepass.sac_
 RECOMPUTED = {"dropout_forward", "gate_forward", "modulated_norm_forward", "norm_forward"}
 RECOMPUTED |= {"branch_forward", "loss_forward", "rotary_forward", "group_norm_forward"}
 RECOMPUTED |= {"causal_conv1d_forward", "selective_scan_forward", "mamba_chunk_scan_forward"}
+RECOMPUTED |= {"delta_rule_forward"}
 
 
 class Block(nn.Module):

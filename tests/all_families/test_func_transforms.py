@@ -35,7 +35,8 @@ def test_dropout_under_vmap():
 def test_every_function_is_here():
     """Except those without a gradient."""
     without = {"attention_with_kv_cache", "drop_path_scale"}
-    without |= {"causal_conv1d_update", "selective_state_update"}  # which write their state
+    # Which write their state.
+    without |= {"causal_conv1d_update", "selective_state_update", "delta_rule_update"}
     found = {name.split(" ")[0].removeprefix("functional.") for name in NAMES}
     assert set(functional.__all__) - found == without
 

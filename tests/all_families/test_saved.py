@@ -10,6 +10,7 @@ NORM, ADDED = ("input", "weight"), ("result 1", "weight")
 MODULATED, GATED = ("input", "scale", "shift"), ("result 1", "scale", "shift", "input", "gate")
 ATTENTION = ("result 0", "query", "key", "value")
 TABLES = ("cos", "sin", "positions")
+DELTA = ("q", "k", "v", "g", "beta", (2, 1, 4, 5, 3))
 # By function: the arguments and results, and the shapes of the other tensors.
 KEPT = {
     "layer_norm": (*NORM, "bias", ROWS, ROWS),
@@ -29,6 +30,10 @@ KEPT = {
     "causal_conv1d": ("x", "weight", "bias"),
     "selective_scan": ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", (2, 1, 3, 6)),
     "mamba_chunk_scan": ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", (2, 1, 4, 5, 3)),
+    "chunk_gated_delta_rule": DELTA,
+    "chunk_kda": DELTA,
+    "fused_recurrent_gated_delta_rule": DELTA,
+    "fused_recurrent_kda": DELTA,
     "group_norm": (*NORM, "bias", (2, 2), (2, 2)),
     "gated_activation": ("gate", "up"),
     "gated_activation of halves": ("gate",),

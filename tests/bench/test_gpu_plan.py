@@ -112,7 +112,7 @@ def test_every_family_is_measured():
     benchmarks = [*gpu_plan.BENCHMARKS.values(), *gpu_plan.OTHER_BENCHMARKS.values()]
     measured = {family for families, _ in benchmarks for family in families}
     by_torch = {"linear", "causal_conv", "quantized_linear", "selective_scan"}  # on CUDA
-    by_torch |= {"mamba_chunk_scan"}
+    by_torch |= {"mamba_chunk_scan", "delta_rule"}
     assert measured == set(FAMILIES) - by_torch
 
 

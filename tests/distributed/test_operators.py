@@ -146,6 +146,20 @@ CASES = {
         lambda x, dt, A, B, C, D: functional.mamba_chunk_scan(
             x, dt, -A.abs(), B, C, 64, D, dt_softplus=True),
         [every(S0, "x", "dt", "B", "C"), {"x": S2, "dt": S2, "A": S0, "D": S0}]),
+    "chunk_gated_delta_rule": Case(
+        {"q": (4, 9, 2, 8), "k": (4, 9, 2, 8), "v": (4, 9, 2, 6), "g": (4, 9, 2),
+         "beta": (4, 9, 2)},
+        lambda q, k, v, g, beta: functional.chunk_gated_delta_rule(
+            q, k, v, -g.abs(), beta.sigmoid(), use_qk_l2norm_in_kernel=True)[0],
+        [every(S0, "q", "k", "v", "g", "beta"), every(S2, "q", "k", "v", "g", "beta")]),
+    "fused_recurrent_kda": Case(
+        {"q": (4, 9, 2, 8), "k": (4, 9, 2, 8), "v": (4, 9, 2, 6), "g": (4, 9, 2, 8),
+         "beta": (4, 9, 2), "state": (4, 2, 8, 6)},
+        lambda q, k, v, g, beta, state: functional.fused_recurrent_kda(
+            q, k, v, -g.abs(), beta.sigmoid(), initial_state=state,
+            use_qk_l2norm_in_kernel=True)[0],
+        [every(S0, "q", "k", "v", "g", "beta", "state"),
+         every(S2, "q", "k", "v", "g", "beta") | {"state": S1}]),
     "quantized_linear": Case(
         X | {"b": (16,), "y": (4, 6, 16)},
         quantized,

@@ -142,7 +142,7 @@ def judge(call: Call, argument: str, cls: InputClass) -> str | None:
 TRACED = {
     "norm", "modulated_norm", "dropout", "branch", "gate", "group_norm", "loss", "linear",
     "linear_epilogue", "linear_cross_entropy", "attention", "causal_conv1d", "rotary",
-    "quantized_linear", "selective_scan", "mamba_chunk_scan",
+    "quantized_linear", "selective_scan", "mamba_chunk_scan", "delta_rule",
 }  # fmt: skip
 
 

@@ -149,6 +149,20 @@ FAULTS = [
         ("forward.cpp", "steps.to_after[t] * steps.step[t]", "steps.step[t]"),
     ),
     *_of(
+        "csrc/cpu/delta_rule/",
+        "tests/delta_rule",
+        (
+            "forward.cpp",
+            "args.initial_state || begin > sequence.begin",
+            "begin > sequence.begin",
+        ),
+        ("chunk.h", "kUpper ? system[s][t] : system[t][s]", "system[t][s]"),
+        ("chunk.h", "return g < least ? least : g", "return g"),
+        ("backward_pairs.h", "chunk.left[0] * through", "through"),
+        ("backward_pairs.h", "        passed += passing[t - s];\n", ""),
+        ("update.cpp", "head / (args.heads / args.key_heads)", "head % args.key_heads"),
+    ),
+    *_of(
         "python/onepass/",
         "tests/swap/test_scan.py tests/swap/test_scan_models.py",
         ("swapping/copies.py", "(ours if function is proven else function)", "ours"),

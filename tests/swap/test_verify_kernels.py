@@ -149,7 +149,7 @@ def test_every_kind_is_here():
     declared = {name.removeprefix("onepass::") for name in declared_ops()}
     forward = {name for name in declared if name.endswith(("_forward", "linear_loss"))}
     by_hand = {"branch_forward", "causal_conv1d_forward", "quantized_linear_forward"}
-    by_hand |= {"selective_scan_forward", "mamba_chunk_scan_forward"}
+    by_hand |= {"selective_scan_forward", "mamba_chunk_scan_forward", "delta_rule_forward"}
     assert expected == forward - by_hand  # no swap calls these
 
 

@@ -264,6 +264,65 @@ def _chunk_scans():
         yield from raw("mamba_chunk_scan_backward", upstream, text, grad_mask=511, **options)
 
 
+def _delta_rules():
+    def plain(channels=False):
+        own = {"q": randn(2, 9, 4, 5), "k": randn(2, 9, 4, 5, seed=1) / 2, "v": randn(2, 9, 4, 3)}
+        of_g = (2, 9, 4, 5) if channels else (2, 9, 4)
+        return own | {"g": -randn(*of_g, seed=2).abs(), "beta": randn(2, 9, 4, seed=3).sigmoid()}
+
+    def of_channels():
+        return plain(True)
+
+    of = {"differentiable": True, "grows": {}}
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    for form in ("chunk", "fused_recurrent"):
+        yield public(f"{form}_gated_delta_rule", plain, options=options, **of)
+        yield public(f"{form}_kda", of_channels, options=options, **of)
+
+    def after_state():
+        return plain(True) | {"initial_state": randn(2, 4, 5, 3, seed=3)}
+
+    def packed():
+        own = {name: t[:1] for name, t in plain().items()}
+        return own | {"cu_seqlens": torch.tensor([0, 2, 2, 9], dtype=torch.int32)}
+
+    options = {"scale": 0.5, "qk_l2norm": True}
+    for text, make, name, chunks in (
+        (" of channels", after_state, "initial_state", 1), (" packed", packed, None, 4)
+    ):  # fmt: skip
+
+        def upstream(make=make, chunks=chunks):
+            own = make()
+            batch = own["q"].shape[0]
+            last = randn(2 if chunks == 1 else 3, 4, 5, 3, seed=5)
+            states = randn(batch, chunks, 4, 5, 3, seed=6)
+            own |= {"dfinal_state": last, "states": states}
+            return {"doutput": randn(2, 9, 4, 3, seed=4)[:batch]} | own
+
+        options |= {"optional": (name,) if name else (), "g_has_channels": chunks == 1}
+        yield from raw("delta_rule_forward", make, text, save_states=True, **options)
+        options |= {"optional": (*options["optional"], "doutput", "dfinal_state")}
+        yield from raw("delta_rule_backward", upstream, text, grad_mask=63, **options)
+
+
+def _delta_rule_updates():
+    def of_heads():
+        own = {"state": randn(2, 4, 5, 3), "q": randn(2, 2, 2, 5), "k": randn(2, 2, 2, 5, seed=1)}
+        own |= {"v": randn(2, 2, 4, 3), "g": -randn(2, 2, 4, seed=2).abs()}
+        return own | {"beta": randn(2, 2, 4, seed=3).sigmoid()}
+
+    def of_channels():
+        return of_heads() | {"g": -randn(2, 2, 4, 5, seed=2).abs()}
+
+    for text, make in (("", of_heads), (" of channels", of_channels)):
+        options = {"use_qk_l2norm_in_kernel": True}
+        yield public(
+            "delta_rule_update", make, text, options=options, grows={}, written=("state",)
+        )
+        options = {"scale": 0.5, "qk_l2norm": True, "g_has_channels": bool(text)}
+        yield from raw("delta_rule_update", make, text, written=("state",), **options)
+
+
 def _state_updates():
     def one():
         own = {"state": randn(2, 6, 4), "x": randn(2, 6), "dt": randn(2, 6, seed=1)}
@@ -422,5 +481,6 @@ def _quantized_linear():
 def calls() -> Iterator[Call]:
     parts = (_norms, _modulated_norms, _branches, _dropouts, _causal_convolutions, _group_norms)
     parts = (*parts, _gates, _linear, _quantized_linear)
-    for part in (*parts, _causal_updates, _selective_scans, _chunk_scans, _state_updates):
+    parts = (*parts, _causal_updates, _selective_scans, _chunk_scans, _state_updates)
+    for part in (*parts, _delta_rules, _delta_rule_updates):
         yield from part()

@@ -173,6 +173,21 @@ def chunk_scans() -> Iterator[Call]:
             yield variant(text, run, grows={}, **own, **_some(given, *names))
 
 
+def delta_rules() -> Iterator[Call]:
+    state = {"initial_state": randn(2, 4, 3, 2, seed=4)}
+    for channels, key_heads in ((False, 2), (True, 4)):
+        own = {"q": randn(2, 5, key_heads, 3), "k": randn(2, 5, key_heads, 3, seed=5) / 2}
+        of_g = (2, 5, 4, 3) if channels else (2, 5, 4)
+        own |= {"v": randn(2, 5, 4, 2, seed=6), "g": -randn(*of_g, seed=7).abs()}
+        own |= {"beta": randn(2, 5, 4, seed=8).sigmoid()}
+        function = functional.chunk_kda if channels else functional.chunk_gated_delta_rule
+        for names, normed in (((), True), (tuple(state), False)):
+            options = {"output_final_state": True, "use_qk_l2norm_in_kernel": normed}
+            run = partial(function, scale=0.5, **options)
+            text = f"{function.__name__}, heads of keys {key_heads}, {names}"
+            yield variant(text, run, grows={}, **own, **_some(state, *names))
+
+
 def linears() -> Iterator[Call]:
     layer = {"weight": randn(5, 8), "bias": randn(5, seed=1)}
     for rows, names in itertools.product(((), (3,), (2, 13)), (("weight",), tuple(layer))):
@@ -334,6 +349,7 @@ def variants() -> Iterator[Call]:
         causal_convolutions,
         selective_scans,
         chunk_scans,
+        delta_rules,
         quantized_linears,
         attentions,
     ):
