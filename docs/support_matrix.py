@@ -212,9 +212,7 @@ ROWS: tuple[tuple[dict[str, Call], str, str], ...] = (
             "chunk_gated_delta_rule": lambda new: F.chunk_gated_delta_rule(
                 *_keys(new), new(2, 8, 4), new(2, 8, 4)
             )[0],
-            "chunk_kda": lambda new: F.chunk_kda(
-                *_keys(new), new(2, 8, 4, 3), new(2, 8, 4)
-            )[0],
+            "chunk_kda": lambda new: F.chunk_kda(*_keys(new), new(2, 8, 4, 3), new(2, 8, 4))[0],
             "fused_recurrent_gated_delta_rule": lambda new: F.fused_recurrent_gated_delta_rule(
                 *_keys(new), new(2, 8, 4), new(2, 8, 4)
             )[0],

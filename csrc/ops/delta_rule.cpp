@@ -161,8 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> delta_rule_forward(const DeltaRuleOptions& op
   const Device device = shape.device;
   Tensor output = empty_if(true, info_of(options.v), args.v_dtype, device, args.output);
   Tensor final_state = empty_if(true, of_state(args), accumulator, device, args.final_state);
-  Tensor states =
-      empty_if(options.save_states, of_states(args), accumulator, device, args.states);
+  Tensor states = empty_if(options.save_states, of_states(args), accumulator, device, args.states);
   if (args.states && options.cu_seqlens) set_to_zero(states);  // some belong to no chunk
   Copies copies;
   put_inputs(kOp, options, q, args, copies);

@@ -236,7 +236,10 @@ OF_STATE = {
 
 
 def test_messages():
-    for function in (functional.chunk_gated_delta_rule, functional.fused_recurrent_gated_delta_rule):
+    for function in (
+        functional.chunk_gated_delta_rule,
+        functional.fused_recurrent_gated_delta_rule,
+    ):
         assert_refused(function, "delta_rule", RIGHT, WRONG | OF_STATE)
     sized = {"chunk_size must be at least 1, got 0": dict(chunk_size=0)}
     assert_refused(functional.chunk_gated_delta_rule, "delta_rule", RIGHT, sized)

@@ -44,8 +44,10 @@ def drawn(
 
 def function_of(channels, recurrent=False):
     if recurrent:
-        return functional.fused_recurrent_kda if channels else (
-            functional.fused_recurrent_gated_delta_rule
+        return (
+            functional.fused_recurrent_kda
+            if channels
+            else (functional.fused_recurrent_gated_delta_rule)
         )
     return functional.chunk_kda if channels else functional.chunk_gated_delta_rule
 
@@ -260,7 +262,7 @@ def check_update(shape, value_dim, dtype, channels, draws=8, lengths=None, **opt
             tensors["initial_state"] = even(*of_state, dim=-2).to(dtype)
         mine = function_of(channels, True)(**tensors, output_final_state=True, **given)
         others = {n: t for n, t in tensors.items() if n != "initial_state"}
-        state = tensors["initial_state"].to(mine[1].dtype)
+        state = tensors["initial_state"].to(mine[1].dtype, copy=True)
         again = functional.delta_rule_update(state, **others, **given)
         assert torch.equal(again, mine[0]) and torch.equal(state, mine[1])
         double = base(**given)(**{n: t.double() for n, t in tensors.items()})

@@ -9,9 +9,9 @@
 //   q_before[t] has S dy[t], k_before[t] has -S (beta[t] w[t]), k_after[s] has dS u[s]
 //   dS becomes left dS + sum over t of q_before[t] dy[t]^T - k_before[t] (beta[t] w[t])^T
 //
-// A piece of work is a head of keys in a sequence, with all heads of values that it has. e and u are
-// computed again. Multiply-adds per token and head: 7 key_dim value_dim + kTokens (3 key_dim + 2.5
-// value_dim).
+// A piece of work is a head of keys in a sequence, with all heads of values that it has. e and u
+// are computed again. Multiply-adds per token and head: 7 key_dim value_dim + kTokens (3 key_dim
+// + 2.5 value_dim).
 #include "cpu/delta_rule/backward_pairs.h"
 #include "cpu/kernels.h"
 
@@ -24,13 +24,13 @@ template <class A>
 struct BackwardScratch {
   Chunk<A> chunk;
   KeyGradients<A> keys;
-  A* dstates;           // (heads of a key head, key_dim, value_dim)
-  A* state;             // (key_dim, value_dim)
-  A* turned;            // (value_dim, key_dim), of a state or its gradient
-  A *e, *u, *w, *dy;    // (kTokens, value_dim)
-  A* panel;             // (value_dim, kTokens), of u
-  Line<A>* system;      // of e
-  A* dbeta;             // (kTokens,)
+  A* dstates;         // (heads of a key head, key_dim, value_dim)
+  A* state;           // (key_dim, value_dim)
+  A* turned;          // (value_dim, key_dim), of a state or its gradient
+  A *e, *u, *w, *dy;  // (kTokens, value_dim)
+  A* panel;           // (value_dim, kTokens), of u
+  Line<A>* system;    // of e
+  A* dbeta;           // (kTokens,)
 
   BackwardScratch(const DeltaRule& args, Arena& arena)
       : chunk(args, arena), keys(args, chunk, arena) {
@@ -140,8 +140,7 @@ void head_backward(const DeltaRuleBackward& args, const Span& span, int64_t chun
   const auto of_rows = [&](const A* rows, A* to) {
     for_each_tile<A>(
         tokens, widths.key,
-        RowProduct<A>{
-            {rows, stride, 1}, {own.turned, of_keys}, args.value_dim, of_keys, to});
+        RowProduct<A>{{rows, stride, 1}, {own.turned, of_keys}, args.value_dim, of_keys, to});
   };
   turn(own.state, stride, args.key_dim, args.value_dim, of_keys, own.turned);
   of_rows(own.dy, keys.dq_before);
@@ -214,8 +213,7 @@ void delta_rule_backward_kernel(const DeltaRuleBackward& args, const Sequence& s
       std::fill_n(rows, span.tokens * widths.key_stride, A(0));
     }
     for (int64_t i = 0; i < heads; ++i) {
-      head_backward<kChannels>(args, span, number, first_head + i, own.dstates + i * of_state,
-                               own);
+      head_backward<kChannels>(args, span, number, first_head + i, own.dstates + i * of_state, own);
     }
     write_key_rows(args, span, key_head, chunk.q, chunk.q_inverse, widths, own.keys.dq, args.dq,
                    args.q_dtype);

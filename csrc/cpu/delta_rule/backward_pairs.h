@@ -1,7 +1,7 @@
-// Gradients of q, k and g in a head's chunk, from those of the pairs of its tokens and of what q and
-// k read from and write into the state. A sum over g in a decay is a sum over all that passes its
-// token: each kind is summed on its own, as differences of sums over all pairs would drown in the
-// rounding of those that do not decay.
+// Gradients of q, k and g in a head's chunk, from those of the pairs of its tokens and of what q
+// and k read from and write into the state. A sum over g in a decay is a sum over all that passes
+// its token: each kind is summed on its own, as differences of sums over all pairs would drown in
+// the rounding of those that do not decay.
 #pragma once
 
 #include "cpu/delta_rule/backward_products.h"
@@ -14,10 +14,10 @@ namespace delta_rule {
 template <class A>
 struct KeyGradients {
   A *dq_before, *dk_before, *dk_after;
-  A *dq, *dk;          // sums over the heads of a key head
-  A* dleft;            // (key_dim,)
+  A *dq, *dk;  // sums over the heads of a key head
+  A* dleft;    // (key_dim,)
   Line<A>*dkeys, *dqueries;
-  A* dg;               // (kTokens,), or rows with a decay for each channel
+  A* dg;                 // (kTokens,), or rows with a decay for each channel
   A *of_query, *of_key;  // rows, with a decay for each channel
 
   KeyGradients(const DeltaRule& args, const Chunk<A>& chunk, Arena& arena)
@@ -101,10 +101,8 @@ void put_key_gradients(const Chunk<A>& chunk, KeyGradients<A>& own) {
   }
   put_dg(chunk, from_before, to_after, chunk.left[0] * through, pairs, own.dg);
   const Panel<A> k{chunk.k, stride}, q{chunk.q, stride};
-  for_each_tile<A>(tokens, width,
-                   QueryGradient<A>{{own.dqueries[0], kTokens, 1}, k, own.dq});
-  for_each_tile<A>(tokens, width,
-                   KeyGradient<A>{own.dkeys, own.dqueries, k, q, tokens, own.dk});
+  for_each_tile<A>(tokens, width, QueryGradient<A>{{own.dqueries[0], kTokens, 1}, k, own.dq});
+  for_each_tile<A>(tokens, width, KeyGradient<A>{own.dkeys, own.dqueries, k, q, tokens, own.dk});
 }
 
 // ---- a decay for each channel -------------------------------------------------------------------
@@ -152,12 +150,9 @@ void put_gradients_before_block(Chunk<A>& chunk, int64_t first, int64_t last,
   const int64_t stride = chunk.widths.key_stride, width = chunk.widths.key;
   put_reach(chunk, first / kBlock);
   const auto rows = [&](const Line<A>* pairs, A* to) {
-    for_each_tile<A>(last - first, width,
-                     RowProduct<A>{{pairs[first], kTokens, 1},
-                                   {chunk.scaled, stride},
-                                   first,
-                                   stride,
-                                   to});
+    for_each_tile<A>(
+        last - first, width,
+        RowProduct<A>{{pairs[first], kTokens, 1}, {chunk.scaled, stride}, first, stride, to});
   };
   rows(own.dqueries, own.of_query);
   rows(own.dkeys, own.of_key);

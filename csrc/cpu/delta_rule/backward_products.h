@@ -22,8 +22,8 @@ struct UpdateGradient {
     Vec<A> sum[kRows][kVectors] = {};
     add_chains(k_after.from(row), dstate.from(0, column), key_dim, sum);
     const Broadcasts<A> queries{of_queries[0], 1, kTokens};
-    add_chains(queries.back_from(row, tokens - 1), dy.back_from(tokens - 1, column), tokens - row - kRows,
-        sum);
+    add_chains(queries.back_from(row, tokens - 1), dy.back_from(tokens - 1, column),
+               tokens - row - kRows, sum);
     add_triangle<true>(queries.from(row, row), dy.from(row, column), sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       store<A>(to + (row + r) * dy.of_step + column + v * kLanes<A>, value);
@@ -134,7 +134,8 @@ struct KeyGradient {
     Vec<A> sum[kRows][kVectors] = {};
     add_chains(Broadcasts<A>{dkeys[row], kTokens, 1}, k.from(0, column), row + kRows, sum);
     add_chains(Broadcasts<A>{dkeys[row] + row, 1, kTokens}, k.from(row, column), tokens - row, sum);
-    add_chains(Broadcasts<A>{dqueries[row] + row, 1, kTokens}, q.from(row, column), tokens - row, sum);
+    add_chains(Broadcasts<A>{dqueries[row] + row, 1, kTokens}, q.from(row, column), tokens - row,
+               sum);
     for_each_sum<A>(sum, [&](int r, int v, Vec<A> value) {
       A* to = dk + (row + r) * k.of_step + column + v * kLanes<A>;
       store<A>(to, load<A>(to) + value);

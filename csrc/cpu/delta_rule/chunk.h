@@ -178,23 +178,23 @@ template <class A>
 struct Chunk {
   Widths<A> widths;
   int64_t tokens;
-  A *q, *k;                         // normalised
-  A *q_before, *k_before, *k_after; // q and k times the decay from before the chunk; to its end
-  A* left;                          // (key_dim,), of the state
-  Line<A>*of_keys, *of_queries;     // [t][s]: decayed products with k[s], for s < t and s <= t
-  Line<A>* system;                  // -beta[t] of_keys[t][s]
-  A *beta, *g;                      // (kTokens,)
-  A *q_inverse, *k_inverse;         // likewise, of the norms
+  A *q, *k;                          // normalised
+  A *q_before, *k_before, *k_after;  // q and k times the decay from before the chunk; to its end
+  A* left;                           // (key_dim,), of the state
+  Line<A>*of_keys, *of_queries;      // [t][s]: decayed products with k[s], for s < t and s <= t
+  Line<A>* system;                   // -beta[t] of_keys[t][s]
+  A *beta, *g;                       // (kTokens,)
+  A *q_inverse, *k_inverse;          // likewise, of the norms
   // With a decay for a head.
-  Line<A>* decay;        // [t][s]
-  A *before, *after;     // (kTokens,)
-  // With a decay for each channel: rows. Products over the tokens of a block up to a token, and
-  // after it; (kBlocks, key_dim), over the blocks before one, and after it; and see Reach.
+  Line<A>* decay;     // [t][s], for s <= t; 0 for others of their vectors
+  A *before, *after;  // (kTokens,)
+  // With a decay for each channel, rows: that of a token, those over the tokens of a block up to a
+  // token, and after it; (kBlocks, key_dim): over the blocks before one, and after it.
   A *decay_of_token, *up_to, *beyond;
   A *blocks_before, *blocks_after;
   A *q_local, *k_local;  // q and k times up_to
-  A *reach, *scaled;
-  A* panel;  // (key_dim, kTokens)
+  A *reach, *scaled;     // see put_reach
+  A* panel;              // (key_dim, kTokens)
 
   Chunk(const DeltaRule& args, Arena& arena) : widths(args) {
     for (A** each : {&q, &k, &q_before, &k_before, &k_after}) *each = rows(arena);
@@ -219,31 +219,32 @@ struct Chunk {
   A* rows(Arena& arena) const { return arena.take<A>(kTokens * widths.key_stride); }
 };
 
-// Decays of a head: sums over the tokens between two, none of which is a difference.
+// Decays of a head. Sums of g from the chunk's begin on are kept as two numbers each, so that their
+// differences are exact: between two tokens after one that forgets everything they are small.
 template <class A>
 void put_decays(Chunk<A>& chunk) {
-  A before[kTokens], after[kTokens];
-  A sum = 0;
-  for (int64_t t = 0; t < chunk.tokens; ++t) before[t] = sum += chunk.g[t];
-  sum = 0;
-  for (int64_t t = chunk.tokens - 1; t >= 0; --t) {
-    after[t] = sum;
-    sum += chunk.g[t];
+  using Wide = std::conditional_t<std::is_same_v<A, double>, long double, double>;
+  alignas(64) Line<A> sum;
+  alignas(64) Line<A> rest;
+  Wide total = 0;
+  for (int64_t t = 0; t < kTokens; ++t) {
+    total += t < chunk.tokens ? chunk.g[t] : A(0);
+    sum[t] = static_cast<A>(total);
+    rest[t] = static_cast<A>(total - static_cast<Wide>(sum[t]));
   }
-  for (int64_t t = chunk.tokens; t < kTokens; ++t) before[t] = after[t] = 0;
+  const Vec<A> last = broadcast<A>(sum[kTokens - 1]), of_last = broadcast<A>(rest[kTokens - 1]);
   for (int64_t t = 0; t < chunk.tokens; t += kLanes<A>) {
-    store<A>(chunk.before + t, decay_of(load<A>(before + t)));
-    store<A>(chunk.after + t, decay_of(load<A>(after + t)));
+    store<A>(chunk.before + t, decay_of(load<A>(sum + t)));
+    const Vec<A> difference = last - load<A>(sum + t);
+    store<A>(chunk.after + t, decay_of(difference + (of_last - load<A>(rest + t))));
   }
-  alignas(64) Line<A> between;  // the sum over tokens (s, t]
-  std::fill_n(between, kTokens, A(0));
   for (int64_t t = 0; t < chunk.tokens; ++t) {
-    const Vec<A> g = broadcast<A>(chunk.g[t]);
+    const Vec<A> of_t = broadcast<A>(sum[t]), of_rest = broadcast<A>(rest[t]);
     for (int64_t s = 0; s <= t; s += kLanes<A>) {
-      const Vec<A> added = s + kLanes<A> <= t ? g : keep_columns<A>(g, s, 0, t);
-      const Vec<A> all = load<A>(between + s) + added;
-      store<A>(between + s, all);
-      store<A>(chunk.decay[t] + s, decay_of(all));
+      const Vec<A> difference = of_t - load<A>(sum + s);
+      const Vec<A> decay = decay_of(difference + (of_rest - load<A>(rest + s)));
+      store<A>(chunk.decay[t] + s,
+               s + kLanes<A> <= t ? decay : keep_columns<A>(decay, s, 0, t + 1));
     }
   }
   const A left = chunk.before[chunk.tokens - 1];
@@ -261,42 +262,45 @@ void put_decays(Chunk<A>& chunk) {
   }
 }
 
-// Decays of channels, as products over the tokens of a block and over blocks: all are products of
-// those of tokens, and none is a quotient.
+// Decays of channels: exponentials of sums over the tokens of a block, and products over blocks,
+// never a quotient. decay_of_token has g when this begins.
 template <class A>
 void put_channel_decays(Chunk<A>& chunk) {
   const int64_t stride = chunk.widths.key_stride, blocks = ceil_div(chunk.tokens, kBlock);
   for (int64_t n = 0; n < chunk.widths.key; n += kLanes<A>) {
-    const Vec<A> one = broadcast<A>(1);
-    Vec<A> all = one;
+    Vec<A> all = broadcast<A>(1);
     for (int64_t block = 0; block < blocks; ++block) {
       store<A>(chunk.blocks_before + block * stride + n, all);
-      Vec<A> product = one;
+      Vec<A> sum{}, decay{};
       const int64_t end = std::min(chunk.tokens, (block + 1) * kBlock);
       for (int64_t t = block * kBlock; t < end; ++t) {
         const int64_t i = t * stride + n;
-        product *= load<A>(chunk.decay_of_token + i);
-        store<A>(chunk.up_to + i, product);
-        const Vec<A> q = product * load<A>(chunk.q + i), k = product * load<A>(chunk.k + i);
+        sum += load<A>(chunk.decay_of_token + i);
+        decay = decay_of(sum);
+        store<A>(chunk.up_to + i, decay);
+        const Vec<A> q = decay * load<A>(chunk.q + i), k = decay * load<A>(chunk.k + i);
         store<A>(chunk.q_local + i, q);
         store<A>(chunk.k_local + i, k);
         store<A>(chunk.q_before + i, all * q);
         store<A>(chunk.k_before + i, all * k);
       }
-      all *= product;
+      all *= decay;
     }
     store<A>(chunk.left + n, all);
-    all = one;
+    all = broadcast<A>(1);
     for (int64_t block = blocks - 1; block >= 0; --block) {
       store<A>(chunk.blocks_after + block * stride + n, all);
-      Vec<A> product = one;
-      for (int64_t t = std::min(chunk.tokens, (block + 1) * kBlock) - 1; t >= block * kBlock; --t) {
+      Vec<A> sum{};
+      const int64_t end = std::min(chunk.tokens, (block + 1) * kBlock);
+      for (int64_t t = end - 1; t >= block * kBlock; --t) {
         const int64_t i = t * stride + n;
-        store<A>(chunk.beyond + i, product);
-        store<A>(chunk.k_after + i, all * (product * load<A>(chunk.k + i)));
-        product *= load<A>(chunk.decay_of_token + i);
+        const Vec<A> decay = decay_of(sum), g = load<A>(chunk.decay_of_token + i);
+        store<A>(chunk.beyond + i, decay);
+        store<A>(chunk.k_after + i, all * (decay * load<A>(chunk.k + i)));
+        store<A>(chunk.decay_of_token + i, decay_of(g));
+        sum += g;
       }
-      all *= product;
+      all *= load<A>(chunk.up_to + (end - 1) * stride + n);
     }
   }
 }
@@ -429,7 +433,7 @@ void put_chunk(const DeltaRule& args, const Span& span, int64_t head, Chunk<A>& 
     for (int64_t t = 0; t < span.tokens; ++t) {
       for (int64_t i = t * widths.key_stride; i < t * widths.key_stride + widths.key;
            i += kLanes<A>) {
-        store<A>(rows + i, decay_of(bounded<A>(load<A>(rows + i))));
+        store<A>(rows + i, bounded<A>(load<A>(rows + i)));
       }
     }
     put_channel_decays(chunk);
@@ -506,11 +510,10 @@ void solve(const Line<A>* system, int64_t tokens, int64_t width, int64_t row_str
       const int64_t from = kUpper ? last : 0, count = kUpper ? tokens - last : first;
       const Broadcasts<A> factors = kUpper ? Broadcasts<A>{system[from] + first, 1, kTokens}
                                            : Broadcasts<A>{system[first], kTokens, 1};
-      for_each_tile<A>(last - first, width,
-                       OtherBlocks<A>{factors,
-                                      {u + from * row_stride, row_stride},
-                                      count,
-                                      u + first * row_stride});
+      for_each_tile<A>(
+          last - first, width,
+          OtherBlocks<A>{
+              factors, {u + from * row_stride, row_stride}, count, u + first * row_stride});
     }
     int64_t column = 0;
     for (; column + 4 * kLanes<A> <= width; column += 4 * kLanes<A>) {

@@ -10,8 +10,8 @@
 //   S becomes exp(c[last]) S + sum over s of (exp(c[last] - c[s]) k[s]) u[s]^T
 // All but u are products of small matrices on the tiles of cpu/multiply.h. The equations for u are
 // solved by blocks of tokens, without an inverse: what other blocks bring is a product too. Decays
-// of a head are exponentials of sums, those of channels products over tokens, and none is a
-// quotient: nothing overflows where g is at most 0.
+// are exponentials of sums and products of these, and none is a quotient: nothing overflows where g
+// is at most 0.
 //
 // A piece of work is a head of a sequence, whose state stays in the cache; columns of values are
 // vector lanes. Multiply-adds per token and head: 3 key_dim value_dim + kTokens (key_dim +
@@ -97,8 +97,7 @@ void delta_rule_kernel(const DeltaRuleForward& args, const Sequence& sequence, i
                   kAccumulator<A>);
     }
     put_chunk<kChannels>(args, span, head, chunk);
-    read_rows(args.v, args.v_dtype, args.v_stride, span, head, args.value_dim, A(1), stride,
-              own.u);
+    read_rows(args.v, args.v_dtype, args.v_stride, span, head, args.value_dim, A(1), stride, own.u);
     const bool has_state = args.initial_state || begin > sequence.begin;
     const int64_t key_dim = has_state ? args.key_dim : 0;
     const Panel<A> state{own.state, stride}, u{own.u, stride};

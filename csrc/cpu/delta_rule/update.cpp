@@ -3,8 +3,8 @@
 // A piece of work is a head of a sequence. Columns of its state are taken a block at a time: for
 // each token a pass reads what the key finds, the next one decays the rows, adds the new value and
 // reads what the query finds. The first of the passes reads the block from memory and the last one
-// leaves it there: between them it stays in the first cache. Done when the state is read and written
-// at the speed of memory.
+// leaves it there: between them it stays in the first cache. Done when the state is read and
+// written at the speed of memory.
 //
 // scalar, for each column p: x = 0; for each n: x += exp(g[n]) state[n][p] k[n]
 //   u = beta (v[p] - x); for each n: state[n][p] = exp(g[n]) state[n][p] + k[n] u,
@@ -23,8 +23,8 @@ constexpr int kColumns = 4;  // vectors of a block
 template <class A>
 struct UpdateScratch {
   Widths<A> widths;
-  A *q, *k, *decay;       // (kTokens, key_dim)
-  A *v, *output, *beta;   // (kTokens, value_dim), (kTokens,)
+  A *q, *k, *decay;      // (kTokens, key_dim)
+  A *v, *output, *beta;  // (kTokens, value_dim), (kTokens,)
   A* inverse;
 
   UpdateScratch(const DeltaRule& args, Arena& arena) : widths(args) {
@@ -72,8 +72,8 @@ ONEPASS_INLINE void update_block(int64_t key_dim, const A* q, const A* k, const 
   const auto load_row = [&](const T* row, Vec<A>(&cells)[kVectors]) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
-      cells[i] = i + 1 < kVectors ? load<A>(row + i * kLanes<A>)
-                                  : load<A>(row + i * kLanes<A>, last);
+      cells[i] =
+          i + 1 < kVectors ? load<A>(row + i * kLanes<A>) : load<A>(row + i * kLanes<A>, last);
     }
   };
   Vec<A> found[kVectors] = {}, cells[kVectors];

@@ -43,8 +43,8 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     qk_l2norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same, chunk by chunk, by products of matrices (Yang et al. 2024). Within a chunk, u is the
-    solution of a triangular system.
+    """The same, chunk by chunk, by products of matrices (Yang et al. 2024). Within a chunk, u
+    solves a triangular system.
 
     Exponents are sums of g over the tokens between two, each on its own: a difference of sums from
     the chunk's begin on would be inexact after a token that forgets everything.
@@ -122,7 +122,7 @@ def _before(lower: Tensor) -> Tensor:
 
 
 def _inverse(strict: Tensor) -> Tensor:
-    """Of the identity and a lower triangle, block by block: each round joins two blocks."""
+    """The inverse of the identity and a lower triangle: each round joins two blocks."""
     size = strict.shape[-1]
     inverse = torch.eye(size, dtype=strict.dtype, device=strict.device).expand(strict.shape)
     width = 1

@@ -316,9 +316,7 @@ def _delta_rule_updates():
 
     for text, make in (("", of_heads), (" of channels", of_channels)):
         options = {"use_qk_l2norm_in_kernel": True}
-        yield public(
-            "delta_rule_update", make, text, options=options, grows={}, written=("state",)
-        )
+        yield public("delta_rule_update", make, text, options=options, grows={}, written=("state",))
         options = {"scale": 0.5, "qk_l2norm": True, "g_has_channels": bool(text)}
         yield from raw("delta_rule_update", make, text, written=("state",), **options)
 

@@ -91,7 +91,9 @@ def _fallback(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple
     for i in range(q.shape[2]):
         new = values[:, :, i] - keys[:, :, i] @ state
         if by_channel:
-            of_pairs = (q[:, :, i].unsqueeze(-2) * k[:, :, i].unsqueeze(-3) * decay[:, :, i]).sum(-1)
+            of_pairs = (q[:, :, i].unsqueeze(-2) * k[:, :, i].unsqueeze(-3) * decay[:, :, i]).sum(
+                -1
+            )
             of_pairs = of_pairs.masked_fill(upper, 0)
         else:
             of_pairs = pairs[:, :, i]
