@@ -45,7 +45,10 @@ def text_of(name: str) -> str:
     family = {"silu_mul": "gated_activation", "gelu_mul": "gated_activation"}
     family |= {"linear_cross_entropy": "linear cross_entropy", "varlen_attention": "attention"}
     family |= {"attention_with_kv_cache": "attention_decode attention_decode_append"}
-    family |= {"scaled_dot_product_attention": "attention"}
+    family |= {"scaled_dot_product_attention": "attention", "chunk_kda": "delta_rule"}
+    family |= dict.fromkeys(
+        ("fused_recurrent_gated_delta_rule", "fused_recurrent_kda"), "delta_rule_update"
+    )
     function = name.split(" ")[0].removeprefix("functional.")
     return family.get(function, function)
 

@@ -1,14 +1,14 @@
 // Few tokens of a delta rule, such as those of decoding, with the state in place.
 //
-// A piece of work is a head of a sequence. Columns of its state are taken a block at a time: for
-// each token a pass reads what the key finds, the next one decays the rows, adds the new value and
-// reads what the query finds. The first of the passes reads the block from memory and the last one
-// leaves it there: between them it stays in the first cache. Done when the state is read and
-// written at the speed of memory.
+// A piece of work is a head of a sequence, whose columns are taken a block at a time. A first pass
+// over a block reads what the first token's key finds; then a pass for each token decays the rows,
+// adds the new value, reads what the query finds, and what the next token's key finds. The first
+// pass reads the block from memory, and prefetches the next one; the others find it in the first
+// cache. Done when the state is read and written at the speed of memory.
 //
-// scalar, for each column p: x = 0; for each n: x += exp(g[n]) state[n][p] k[n]
-//   u = beta (v[p] - x); for each n: state[n][p] = exp(g[n]) state[n][p] + k[n] u,
-//   output[p] += q[n] state[n][p]
+// scalar: found[p] = sum over n of exp(g[n]) k[n] state[n][p];  u[p] = beta (v[p] - found[p])
+//         state[n][p] = exp(g[n]) state[n][p] + k[n] u[p];  output[p] = sum over n of q[n]
+//         state[n][p]
 #include "cpu/delta_rule/chunk.h"
 #include "cpu/kernels.h"
 
@@ -17,21 +17,24 @@ inline namespace ONEPASS_ISA {
 namespace delta_rule {
 namespace {
 
-constexpr int kColumns = 4;  // vectors of a block
+// Of a row in a block, in A: a block of 128 rows takes half of the first cache.
+constexpr int64_t kBlockBytes = 128;
 
 // What a thread has of a head: rows of kTokens at a time.
 template <class A>
 struct UpdateScratch {
   Widths<A> widths;
-  A *q, *k, *decay;      // (kTokens, key_dim)
-  A *v, *output, *beta;  // (kTokens, value_dim), (kTokens,)
-  A* inverse;
+  A *q, *k, *decay, *decayed_k;  // (kTokens, key_dim)
+  A *v, *output;                 // (kTokens, value_dim)
+  A *beta, *g, *inverse;         // (kTokens,)
 
   UpdateScratch(const DeltaRule& args, Arena& arena) : widths(args) {
     const int64_t tokens = std::min(kTokens, args.length);
-    for (A** each : {&q, &k, &decay}) *each = arena.take<A>(tokens * widths.key_stride);
+    for (A** each : {&q, &k, &decay, &decayed_k}) {
+      *each = arena.take<A>(tokens * widths.key_stride);
+    }
     for (A** each : {&v, &output}) *each = arena.take<A>(tokens * widths.value_stride);
-    for (A** each : {&beta, &inverse}) *each = arena.take<A>(kTokens);
+    for (A** each : {&beta, &g, &inverse}) *each = arena.take<A>(kTokens);
   }
 
   void put(const DeltaRule& args, const Span& span, int64_t head) {
@@ -44,69 +47,104 @@ struct UpdateScratch {
       normalize(span.tokens, widths.key, stride, q, inverse);
       normalize(span.tokens, widths.key, stride, k, inverse);
     }
+    read_line(args.beta, args.beta_dtype, args.beta_stride, span, head, beta);
     if (args.g_has_channels) {
       read_rows(args.g, args.g_dtype, args.g_stride, span, head, args.key_dim, A(1), stride, decay);
-      for (int64_t t = 0; t < span.tokens; ++t) {
-        for (int64_t i = t * stride; i < t * stride + widths.key; i += kLanes<A>) {
-          store<A>(decay + i, decay_of(bounded<A>(load<A>(decay + i))));
-        }
-      }
     } else {
-      read_line(args.g, args.g_dtype, args.g_stride, span, head, beta);
-      for (int64_t t = 0; t < span.tokens; ++t) {
-        const Vec<A> of_token = decay_of(bounded<A>(broadcast<A>(beta[t])));
-        for (int64_t i = t * stride; i < t * stride + widths.key; i += kLanes<A>) {
-          store<A>(decay + i, of_token);
-        }
+      read_line(args.g, args.g_dtype, args.g_stride, span, head, g);
+    }
+    for (int64_t t = 0; t < span.tokens; ++t) {
+      const Vec<A> of_token = broadcast<A>(g[t]);
+      for (int64_t i = t * stride; i < t * stride + widths.key; i += kLanes<A>) {
+        const Vec<A> of = args.g_has_channels ? load<A>(decay + i) : of_token;
+        const Vec<A> left = decay_of(bounded<A>(of));
+        store<A>(decay + i, left);
+        store<A>(decayed_k + i, left * load<A>(k + i));
       }
     }
-    read_line(args.beta, args.beta_dtype, args.beta_stride, span, head, beta);
   }
 };
 
-// A token and a block of kVectors vectors of columns, the last of them of `last` columns.
-template <int kVectors, class A, class T, class Last>
-ONEPASS_INLINE void update_block(int64_t key_dim, const A* q, const A* k, const A* decay,
-                                 const A* v, A beta, A scale, T* state, int64_t row_stride,
-                                 Last last, A* output) {
-  const auto load_row = [&](const T* row, Vec<A>(&cells)[kVectors]) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kVectors; ++i) {
-      cells[i] =
-          i + 1 < kVectors ? load<A>(row + i * kLanes<A>) : load<A>(row + i * kLanes<A>, last);
-    }
-  };
-  Vec<A> found[kVectors] = {}, cells[kVectors];
-  for (int64_t n = 0; n < key_dim; ++n) {
-    load_row(state + n * row_stride, cells);
-    const Vec<A> factor = broadcast<A>(decay[n]), key = broadcast<A>(k[n]);
-#pragma GCC unroll 4
-    for (int i = 0; i < kVectors; ++i) found[i] = fma<A>(factor * cells[i], key, found[i]);
+// Numbers of a token; decayed_k is k times its own decay.
+template <class A>
+struct TokenKeys {
+  const A *q, *k, *decay, *decayed_k;
+};
+
+// A block's columns of a row: kVectors vectors, the last of them of `last` columns.
+template <int kVectors, class A, class Last>
+struct RowOf {
+  Last last;
+
+  template <class T>
+  ONEPASS_INLINE Vec<A> read(const T* row, int i) const {
+    const T* from = row + i * kLanes<A>;
+    return i + 1 < kVectors ? load<A>(from) : load<A>(from, last);
   }
+  template <class T>
+  ONEPASS_INLINE void write(T* row, int i, Vec<A> v) const {
+    T* to = row + i * kLanes<A>;
+    i + 1 < kVectors ? store<A>(to, v) : store<A>(to, v, last);
+  }
+};
+
+// A pass of a token over a block. found: what its key finds; it becomes what the next one's does.
+template <int kVectors, bool kHasNext, class A, class T, class Row>
+ONEPASS_INLINE void update_block(const Row& columns, int64_t key_dim, const TokenKeys<A>& token,
+                                 const A* next_k, const A* v, A beta, A scale, T* state,
+                                 int64_t row_stride, A* output, Vec<A> (&found)[kVectors]) {
   Vec<A> u[kVectors], y[kVectors] = {};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) {
     u[i] = broadcast<A>(beta) * (load<A>(v + i * kLanes<A>) - found[i]);
+    found[i] = Vec<A>{};
   }
   for (int64_t n = 0; n < key_dim; ++n) {
     T* row = state + n * row_stride;
-    load_row(row, cells);
-    const Vec<A> factor = broadcast<A>(decay[n]), key = broadcast<A>(k[n]);
-    const Vec<A> query = broadcast<A>(q[n]);
-#pragma GCC unroll 4
+    const Vec<A> decay = broadcast<A>(token.decay[n]), key = broadcast<A>(token.k[n]);
+    const Vec<A> query = broadcast<A>(token.q[n]);
+    const Vec<A> next_key = kHasNext ? broadcast<A>(next_k[n]) : Vec<A>{};
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
-      const Vec<A> next = fma<A>(key, u[i], factor * cells[i]);
-      y[i] = fma<A>(query, next, y[i]);
-      if (i + 1 < kVectors) {
-        store<A>(row + i * kLanes<A>, next);
-      } else {
-        store<A>(row + i * kLanes<A>, next, last);
+      Vec<A> after = fma<A>(key, u[i], decay * columns.read(row, i));
+      y[i] = fma<A>(query, after, y[i]);
+      columns.write(row, i, after);
+      if constexpr (kHasNext) {
+        if constexpr (!std::is_same_v<A, T>) after = columns.read(row, i);  // rounded
+        found[i] = fma<A>(next_key, after, found[i]);
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) {
     store<A>(output + i * kLanes<A>, broadcast<A>(scale) * y[i]);
+  }
+}
+
+// A block of columns of a head, for all tokens. next: the block that follows it.
+template <int kVectors, class A, class T, class Last>
+void update_columns(const DeltaRuleUpdate& args, const UpdateScratch<A>& own, int64_t tokens,
+                    int64_t column, T* state, const T* next, Last last) {
+  const RowOf<kVectors, A, Last> columns{last};
+  const int64_t stride = own.widths.key_stride, row_stride = args.state_row_stride;
+  Vec<A> found[kVectors] = {};
+  for (int64_t n = 0; n < args.key_dim; ++n) {
+    const Vec<A> key = broadcast<A>(own.decayed_k[n]);
+    const char* ahead = reinterpret_cast<const char*>(next + n * row_stride);
+    for (int64_t byte = 0; byte < kBlockBytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      found[i] = fma<A>(key, columns.read(state + n * row_stride, i), found[i]);
+    }
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t of = t * stride, place = t * own.widths.value_stride + column;
+    const TokenKeys<A> token{own.q + of, own.k + of, own.decay + of, own.decayed_k + of};
+    visit_bool(t + 1 < tokens, [&]<bool kHasNext>() {
+      update_block<kVectors, kHasNext>(columns, args.key_dim, token, token.decayed_k + stride,
+                                       own.v + place, own.beta[t], static_cast<A>(args.scale),
+                                       state, row_stride, own.output + place, found);
+    });
   }
 }
 
@@ -114,28 +152,26 @@ template <class A, class T>
 void update_head(const DeltaRuleUpdate& args, const Span& span, int64_t head, T* state,
                  UpdateScratch<A>& own) {
   own.put(args, span, head);
-  const Widths<A>& widths = own.widths;
-  const A scale = static_cast<A>(args.scale);
-  const auto block = [&]<int kVectors>(int64_t column, auto last) {
-    for (int64_t t = 0; t < span.tokens; ++t) {
-      const int64_t i = t * widths.key_stride, j = t * widths.value_stride + column;
-      update_block<kVectors>(args.key_dim, own.q + i, own.k + i, own.decay + i, own.v + j,
-                             own.beta[t], scale, state + column, args.state_row_stride, last,
-                             own.output + j);
-    }
-  };
+  constexpr int kVectors = kBlockBytes / kVectorBytes;
+  constexpr int64_t kColumns = kVectors * kLanes<A>;
   int64_t column = 0;
-  for (; column + kColumns * kLanes<A> <= args.value_dim; column += kColumns * kLanes<A>) {
-    block.template operator()<kColumns>(column, WholeVector<A>{});
+  for (; column + kColumns <= args.value_dim; column += kColumns) {
+    const bool is_last = column + 2 * kColumns > args.value_dim;
+    const T* next = is_last ? state + args.state_head_stride : state + column + kColumns;
+    update_columns<kVectors>(args, own, span.tokens, column, state + column, next,
+                             WholeVector<A>{});
   }
-  for (; column + kLanes<A> <= args.value_dim; column += kLanes<A>) {
-    block.template operator()<1>(column, WholeVector<A>{});
-  }
-  if (column < args.value_dim) {
-    block.template operator()<1>(column, Tail{args.value_dim - column});
+  for (; column < args.value_dim; column += kLanes<A>) {
+    const int64_t left = args.value_dim - column;
+    const T* at = state + column;
+    if (left >= kLanes<A>) {
+      update_columns<1>(args, own, span.tokens, column, state + column, at, WholeVector<A>{});
+    } else {
+      update_columns<1>(args, own, span.tokens, column, state + column, at, Tail{left});
+    }
   }
   for (int64_t t = 0; t < span.tokens; ++t) {
-    round_line(own.output + t * widths.value_stride, args.value_dim, args.output, args.v_dtype,
+    round_line(own.output + t * own.widths.value_stride, args.value_dim, args.output, args.v_dtype,
                place_of(args, span, t, head, args.heads) * args.value_dim);
   }
 }

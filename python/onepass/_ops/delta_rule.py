@@ -79,9 +79,12 @@ def recurrent_delta_rule(
     qk_l2norm: bool,
     g_has_channels: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(output, final_state), for few tokens; where a gradient is wanted, as delta_rule."""
+    """(output, final_state), for few tokens. Where a gradient is wanted, as delta_rule, also within
+    no_grad: checkpointing computes a result without a graph first, and then the same bits with."""
     options = (cu_seqlens, scale, qk_l2norm, g_has_channels)
-    if q.is_cuda or differentiation.is_differentiated(q, k, v, g, beta, initial_state):
+    tensors = (q, k, v, g, beta, initial_state)
+    requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if q.is_cuda or requires_grad or differentiation.is_differentiated(*tensors):
         return delta_rule(q, k, v, g, beta, initial_state, *options)
     if not torch.compiler.is_compiling():
         _delta_rule.forward.check(q, k, v, g, beta, initial_state, *options, False)

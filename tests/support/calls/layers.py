@@ -274,7 +274,7 @@ def _delta_rules():
         return plain(True)
 
     of = {"differentiable": True, "grows": {}}
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    options = {"use_qk_l2norm_in_kernel": True}
     for form in ("chunk", "fused_recurrent"):
         yield public(f"{form}_gated_delta_rule", plain, options=options, **of)
         yield public(f"{form}_kda", of_channels, options=options, **of)
@@ -288,7 +288,7 @@ def _delta_rules():
 
     options = {"scale": 0.5, "qk_l2norm": True}
     for text, make, name, chunks in (
-        (" of channels", after_state, "initial_state", 1), (" packed", packed, None, 4)
+        ("", after_state, "initial_state", 1), (" packed", packed, None, 4)
     ):  # fmt: skip
 
         def upstream(make=make, chunks=chunks):
