@@ -80,14 +80,15 @@ def recurrent_delta_rule(
     g_has_channels: bool,
 ) -> tuple[Tensor, Tensor]:
     """(output, final_state), for few tokens. Where a gradient is wanted, as delta_rule, also within
-    no_grad: checkpointing computes a result without a graph first, and then the same bits with."""
+    no_grad: checkpointing computes a result without a graph first, and then the same bits with.
+    Likewise in compiled and exported programs, which may be trained."""
     options = (cu_seqlens, scale, qk_l2norm, g_has_channels)
     tensors = (q, k, v, g, beta, initial_state)
     requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if q.is_cuda or requires_grad or differentiation.is_differentiated(*tensors):
+    plain = not (requires_grad or differentiation.is_differentiated(*tensors))
+    if q.is_cuda or not plain or torch.compiler.is_compiling():
         return delta_rule(q, k, v, g, beta, initial_state, *options)
-    if not torch.compiler.is_compiling():
-        _delta_rule.forward.check(q, k, v, g, beta, initial_state, *options, False)
+    _delta_rule.forward.check(q, k, v, g, beta, initial_state, *options, False)
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (sequences, v.shape[2], q.shape[3], v.shape[3])

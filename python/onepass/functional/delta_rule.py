@@ -169,7 +169,8 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same as `chunk_gated_delta_rule`, for few tokens, such as those of decoding: token by
-    token, the state read and written once. Where a gradient is wanted, the other one runs.
+    token, the state read and written once. Where a gradient is wanted, and in compiled programs, the
+    other one runs; `delta_rule_update` is for these too.
 
     Args:
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
