@@ -40,13 +40,23 @@ void put_dg(const Chunk<A>& chunk, const A* from_before, const A* to_after, A th
             const Line<A>* pairs, A* dg) {
   const int64_t tokens = chunk.tokens;
   double sums[kTokens];
-  alignas(64) Line<A> passing;  // what pairs with s bring over the token at hand
-  std::fill_n(passing, kTokens, A(0));
+  // What pairs with s bring over the token at hand: with later tokens of its block, and of others.
+  alignas(64) Line<A> of_block;
+  alignas(64) Line<A> of_others;
+  for (A* line : {of_block, of_others}) std::fill_n(line, kTokens, A(0));
   for (int64_t i = tokens - 1; i >= 0; --i) {
+    const bool is_next = i % kBlock == kBlock - 1;
     Vec<A> over{};
     for (int64_t s = 0; s < i; s += kLanes<A>) {
-      const Vec<A> all = load<A>(passing + s) + load<A>(pairs[i] + s);
-      store<A>(passing + s, all);
+      Vec<A> block = load<A>(of_block + s), others = load<A>(of_others + s);
+      if (is_next) {
+        others += block;
+        store<A>(of_others + s, others);
+        block = Vec<A>{};
+      }
+      block += load<A>(pairs[i] + s);
+      store<A>(of_block + s, block);
+      const Vec<A> all = block + others;
       over += s + kLanes<A> <= i ? all : keep_columns<A>(all, s, 0, i);
     }
     sums[i] = sum_of_lanes<A>(over);
