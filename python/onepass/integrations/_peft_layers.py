@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
@@ -150,6 +150,13 @@ class QuantizedLinear(Linear):
         return self
 
 
+class _Plain(NamedTuple):
+    """What a call of DoRA reads of its base."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class QuantizedDora(DoraLinearLayer):
     """DoRA's magnitudes beside a quantised weight: its numbers are made for each call, and freed
     after it. The product stays that of the codes."""
@@ -159,7 +166,9 @@ class QuantizedDora(DoraLinearLayer):
             if base_result is None:  # x has been through dropout
                 base_result = base_layer(x)
             weight = base_layer.dequantized(torch.promote_types(x.dtype, torch.float32))
-            base_layer = SimpleNamespace(weight=weight, bias=base_layer.bias)
+            base_layer = _Plain(weight, base_layer.bias)
+        elif not self.fan_in_fan_out and _is_conv1d(base_layer):  # it was dequantised
+            self.fan_in_fan_out = True
         return super().forward(x, base_layer=base_layer, base_result=base_result, **named)
 
 
