@@ -41,7 +41,9 @@ def test_every_module_is_here():
 
 def test_onepass_imports_none_of_them():
     """Nor does a swap of torch's own modules, where they are installed."""
-    modules = ", ".join(f"onepass.integrations.{n}" for n in (*NEEDS_NONE, "lightning", "peft", "timm"))
+    modules = ", ".join(
+        f"onepass.integrations.{n}" for n in (*NEEDS_NONE, "lightning", "peft", "timm")
+    )
     none = f"assert not set(sys.modules) & {{*{PACKAGES}, "
     code = (
         "import sys, torch, onepass\n"

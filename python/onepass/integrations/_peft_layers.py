@@ -151,7 +151,7 @@ class QuantizedLinear(Linear):
 
 
 class _Plain(NamedTuple):
-    """What a call of DoRA reads of its base."""
+    """The part of a base that a call of DoRA reads."""
 
     weight: Tensor
     bias: Tensor | None
