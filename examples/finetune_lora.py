@@ -47,7 +47,7 @@ from onepass.tools.data import Batches, Text, held_out_batch, load_text, standar
 from onepass.tools.errors import BadInput
 from onepass.tools.plotting import drawn, format_of, put_texts
 
-BYTES, BLOCK, BATCH = 256, 128, 16
+BYTES, BLOCK, BATCH = 256, 128, 8
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 QUICK = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 TOPICS = Path("pydoc_data") / "topics.py"
@@ -95,7 +95,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def perplexity(model: nn.Module, text: Text) -> float:
     """Of text that no training reads."""
     model.eval()
-    tokens, targets = held_out_batch(text, BLOCK, 2 * BATCH)
+    tokens, targets = held_out_batch(text, BLOCK, 4 * BATCH)
     return math.exp(loss_of(model, tokens, targets))
 
 

@@ -69,11 +69,35 @@ def test_a_dequantised_layer_takes_all():
     assert set(wrapped.base_model.model[0].lora_A) == {"default", "other"}
 
 
-@pytest.mark.parametrize("make", [peft.LoHaConfig, peft.AdaLoraConfig], ids=["loha", "adalora"])
-def test_other_adapters_are_refused_by_peft(make):
-    options = {"total_step": 10} if make is peft.AdaLoraConfig else {}
-    with pytest.raises((TypeError, ValueError), match="not supported"):
-        peft.get_peft_model(own_quantised("nf4"), make(target_modules=["0"], **options))
+def test_first_values_by_eva():
+    """They come from the inputs of the layers, and leave the weights alone."""
+    config = lora(init_lora_weights="eva", eva_config=peft.EvaConfig())
+    wrapped, unwrapped = peft.get_peft_model(own_quantised("nf4"), config), own_quantised("nf4")
+    peft.initialize_lora_eva_weights(
+        wrapped,
+        [X] * 4,
+        forward_fn=lambda model, inputs: model(inputs),
+        prepare_model_inputs_fn=None,
+        prepare_layer_inputs_fn=lambda inputs, model, name: inputs[0],
+    )
+    rows = wrapped.base_model.model[0].lora_A["default"].weight
+    torch.testing.assert_close(rows @ rows.T, torch.eye(4))
+    assert torch.equal(wrapped(X), unwrapped(X))
+
+
+METHODS = {
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["0"], total_step=10),
+    "ia3": lambda: peft.IA3Config(target_modules=["0"], feedforward_modules=[]),
+    "loha": lambda: peft.LoHaConfig(target_modules=["0"]),
+    "oft": lambda: peft.OFTConfig(target_modules=["0"]),
+    "vera": lambda: peft.VeraConfig(target_modules=["0"]),
+}
+
+
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+def test_other_methods_are_refused_by_peft(make):
+    with pytest.raises((TypeError, ValueError), match="not supported|No layers types compatible"):
+        peft.get_peft_model(own_quantised("nf4"), make())
 
 
 # ---- the registration ---------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def register() -> None:
 
     Each target becomes a `peft.tuners.lora.Linear` around the quantised layer, with adapters in the
     dtype of the layer before it was quantised. `onepass.quantize` calls this if peft has been
-    imported. Models that were wrapped keep working after `unregister`.
+    imported.
 
     Raises:
         ImportError: peft is not installed.
@@ -63,7 +63,14 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Gives peft its own functions back; without `register` before it changes nothing."""
+    """Gives peft its own functions back; without `register` before it changes nothing. Models that
+    were wrapped keep working.
+
+    Examples:
+        >>> from onepass.integrations.peft import register, unregister
+        >>> register()
+        >>> unregister()
+    """
     for module, cls, name, _ in _HOOKS:
         if name in _stock:
             setattr(_owner(module, cls, name), name, _stock.pop(name))
