@@ -4,11 +4,11 @@ time and peak of memory.
 
     python benchmarks/peers/qlora.py --tokens 256 2048 --rounds 7 --json out.json
 
-The layers are those of TinyLlama (width 2048), the logits' layer is small. bitsandbytes computes in
-float32, its default, or in bfloat16, as recipes of QLoRA ask it to; "onepass bfloat16" is a base in
-bfloat16. All ways run in one process, in turns; medians, and the least. A peak is what a process of
-its own has more in memory at the height of a step than before it built the model. Times need a
-quiet machine.
+The layer is one of TinyLlama (width 2048), that of the logits is small. `--bfloat16` adds bases in
+bfloat16, for CPUs that multiply it: elsewhere torch's products of it, in the peer and in what is
+not swapped, take minutes. All ways run in one process, in turns; medians of the clock, and of the
+processor's time, which other programs change less. A peak is what a process of its own has more in
+memory at the height of a step than before it built the model. Times need a quiet machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from onepass.tools.compare.memory import _cpu_peak
 WORDS = 1024
 SIZES = {
     "vocab_size": WORDS, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 4, "num_hidden_layers": 1,
 }  # fmt: skip
 F32, BF16 = torch.float32, torch.bfloat16
 RANK, WARM_UP = 16, 1
@@ -94,14 +94,14 @@ class Step:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         self.losses: list[float] = []
 
-    def __call__(self, ids: torch.Tensor) -> float:
-        """Seconds."""
-        begin = time.perf_counter()
+    def __call__(self, ids: torch.Tensor) -> tuple[float, float]:
+        """Seconds, and the processor's."""
+        begin = time.perf_counter(), time.process_time()
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
         self.losses.append(float(loss.detach()))
         return seconds
 
@@ -135,16 +135,18 @@ def memory(way: str, tokens: int, threads: int, sizes: dict) -> dict[str, int]:
 
 def times(ways: list[str], tokens: int, rounds: int, sizes: dict) -> dict[str, dict]:
     steps = {way: Step(way, sizes) for way in ways}
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(WARM_UP + rounds):
         for way, step in steps.items():
             seconds = step(batch(tokens))
             if number >= WARM_UP:
-                found[way].append(1e3 * seconds)
-    return {
-        way: {"ms": statistics.median(of), "least_ms": min(of), "loss": steps[way].losses[-1]}
-        for way, of in found.items()
-    }
+                found[way].append(seconds)
+    results = {}
+    for way, of in found.items():
+        clock, processor = (1e3 * statistics.median(each) for each in zip(*of, strict=True))
+        loss = steps[way].losses[-1]
+        results[way] = {"ms": clock, "processor_ms": processor, "loss": loss}
+    return results
 
 
 def main(arguments: list[str] | None = None) -> dict:
@@ -153,12 +155,14 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=json.loads, default={}, help="of the config, as JSON")
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--only", default="", help="ways whose name has this in it")
     parser.add_argument("--json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     has_peer = importlib.util.find_spec("bitsandbytes") is not None
     ways = [w for w in WAYS if options.only in w and (has_peer or "bitsandbytes" not in w)]
+    ways = [w for w in ways if options.bfloat16 or WAYS[w][1] is F32]
     results = []
     for tokens in options.tokens:
         found = times(ways, tokens, options.rounds, options.sizes)
@@ -166,15 +170,15 @@ def main(arguments: list[str] | None = None) -> dict:
             for way in ways:
                 found[way] |= pool.apply(memory, (way, tokens, options.threads, options.sizes))
         results.append({"tokens": tokens, "ways": found})
-        peers = [of["ms"] for way, of in found.items() if "bitsandbytes" in way]
+        peers = [of for way, of in found.items() if "bitsandbytes" in way]
         print(f"\n{tokens} tokens, {options.threads} threads")
         for way, of in found.items():
-            times_as_fast = f"{min(peers) / of['ms']:6.2f}x" if peers else ""
-            print(
-                f"{way:26} {of['ms']:9.1f} ms {times_as_fast}  model {of['model'] / 2**20:6.0f} "
-                f"MiB, peak {of['peak'] / 2**20:6.0f} MiB  loss {of['loss']:.4f}",
-                flush=True,
-            )
+            print(f"{way:25}", end="")
+            for unit in ("ms", "processor_ms"):
+                gain = f" ({min(p[unit] for p in peers) / of[unit]:.2f}x)" if peers else ""
+                print(f"{of[unit]:9.1f} {unit.replace('_', ' ')}{gain}", end="")
+            sizes = (f"{name} {of[name] / 2**20:.0f} MiB" for name in ("model", "peak"))
+            print("", *sizes, f"loss {of['loss']:.4f}", sep="  ", flush=True)
     versions = {"torch": torch.__version__, "onepass": onepass.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("peft", "transformers")}
     versions["bitsandbytes"] = (
