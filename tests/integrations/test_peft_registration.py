@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -152,6 +153,20 @@ def test_a_peft_without_the_places_is_named(where, name, monkeypatch):
     assert message in onepass.quantize(model(), "nf4").notes
     monkeypatch.undo()
     assert vars(LoraModel)["_create_new_module"] is stock and not ours_of_peft._stock
+
+
+def test_a_peft_whose_layers_are_others_is_named(monkeypatch):
+    unregister()
+    monkeypatch.setattr(peft.tuners.lora.layer.LoraLayer, "update_layer", lambda self, name, r: 0)
+    message = "peft must have a config among the arguments of LoraLayer.update_layer, as 0.21 has"
+    with pytest.raises(RuntimeError, match=message):
+        register()
+    monkeypatch.undo()
+    monkeypatch.delattr(peft.tuners.lora.dora, "DoraLinearLayer")
+    monkeypatch.delitem(sys.modules, "onepass.integrations._peft_layers")
+    with pytest.raises(RuntimeError, match="peft must have what its layers are made of, as"):
+        register()
+    monkeypatch.undo()
 
 
 def test_quantize_registers_if_peft_is_there():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -56,7 +57,13 @@ def register() -> None:
     if _stock:
         return
     places = {name: (_owner(module, cls, name), wrap) for module, cls, name, wrap in _HOOKS}
-    _layers()
+    update = _owner("peft.tuners.lora.layer", "LoraLayer", "update_layer").update_layer
+    if "config" not in inspect.signature(update).parameters:
+        raise _unknown("a config among the arguments of LoraLayer.update_layer")
+    try:
+        _layers()
+    except ImportError as error:
+        raise _unknown("what its layers are made of") from error
     for name, (owner, wrap) in places.items():
         _stock[name] = vars(owner)[name]
         setattr(owner, name, globals()[wrap](_stock[name]))
@@ -110,13 +117,15 @@ def _owner(module: str, cls: str | None, name: str) -> object:
         owner = importlib.import_module(module)
         owner = getattr(owner, cls) if cls else owner
     if owner is None or name not in vars(owner):
-        version = getattr(importlib.import_module("peft"), "__version__", "unknown")
-        where = f"{module}.{cls}" if cls else module
-        raise RuntimeError(
-            f"onepass.integrations.peft: peft must have {where}.{name}, as 0.21 has, got version "
-            f"{version}"
-        )
+        raise _unknown(f"{module}.{cls}.{name}" if cls else f"{module}.{name}")
     return owner
+
+
+def _unknown(missing: str) -> RuntimeError:
+    version = getattr(importlib.import_module("peft"), "__version__", "unknown")
+    return RuntimeError(
+        f"onepass.integrations.peft: peft must have {missing}, as 0.21 has, got version {version}"
+    )
 
 
 def _layers() -> ModuleType:
