@@ -91,7 +91,7 @@ $(INTEGRATIONS)/packages.stamp: $(VENV)/test.stamp tests/integrations/requiremen
 
 test-integrations: $(INTEGRATIONS)/packages.stamp build
 	$(INTEGRATIONS)/bin/python -m pytest \
-		$(patsubst %,tests/integrations/test_%.py,$(WITH_PACKAGES) attention_by_hand torchtitan) \
+		$(patsubst %,tests/integrations/test_%.py,$(WITH_PACKAGES) attention_by_hand quantized_packages torchtitan) \
 		$(patsubst %,'tests/docs/test_pages.py::test_the_code_of_a_page_runs[%]',$(WITH_PACKAGES)) \
 		tests/docs/test_pages.py::test_the_example_of_an_integration_runs \
 		$(ARGS)

@@ -193,6 +193,28 @@ def test_a_quantised_model_without_adapters_has_nothing_to_train_but_the_rest(tm
     assert all(torch.equal(t, codes[n]) for n, t in model.named_buffers())
 
 
+def test_a_model_that_transformers_quantised_while_loading(tmp_path):
+    """The Trainer takes it with adapters alone; peft is told of the layers by the loading."""
+    from onepass.integrations.peft import unregister
+    from onepass.integrations.transformers import QuantizationConfig
+
+    build("llama").save_pretrained(tmp_path / "base")
+    unregister()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=QuantizationConfig("nf4")
+    )
+    with pytest.raises(ValueError, match="purely quantized models"):
+        trainer_of(model, tmp_path / "run")
+    options = {"use_reentrant": False}  # otherwise model.enable_input_require_grads() comes first
+    model.gradient_checkpointing_enable(options)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    trainer_of(model, tmp_path / "run").train()
+    plain = adapted()
+    trainer_of(plain, tmp_path / "plain").train()
+    assert same_states(model, plain)
+
+
 # ---- a run on real text -------------------------------------------------------------------------
 
 RUN, WIDTH, BLOCK, ROWS, EVERY = 200, 64, 32, 4, 10

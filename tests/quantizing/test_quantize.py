@@ -95,7 +95,6 @@ def _left_as_they_are():
     yield "has hooks, or a forward of its own", hooked(nn.Linear(64, 64))
     yield "its class is Hooked, not torch.nn.Linear", Hooked(64, 64)
     yield "its weight is parametrized", parametrizations.weight_norm(nn.Linear(64, 64))
-    yield "is on the meta device; load it first", nn.Linear(64, 64, device="meta")
     yield "its weight is float64", nn.Linear(64, 64, dtype=torch.float64)
     yield "its weight has no elements", nn.Linear(0, 64)
     compiled = nn.Linear(64, 64)
@@ -114,6 +113,20 @@ def test_layers_that_are_left_as_they_are(reason):
     report = onepass.quantize(own, "int4")
     skipped = {entry["name"]: entry["reason"] for entry in report.skipped}
     assert skipped["0"] == reason and own[0] is layer and type(own[1]) is QuantizedLinear
+
+
+def test_a_model_on_the_meta_device_gets_layers_without_contents():
+    with torch.device("meta"):
+        own = model()
+    report = onepass.quantize(own, "int4")
+    layer = own.blocks[0]
+    assert type(layer) is QuantizedLinear and layer.codes.is_meta and layer.error is None
+    assert "None" not in str(report) and report.quantized[0]["bytes_after"] > 0
+    other = model()
+    onepass.quantize(other, "int4")
+    own.load_state_dict(other.state_dict(), assign=True)
+    x = torch.randn(3, 64)
+    assert torch.equal(own(x), other(x))
 
 
 def test_shared_weights_and_readers_of_weights():

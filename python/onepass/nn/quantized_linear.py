@@ -121,6 +121,8 @@ class QuantizedLinear(torch.nn.Module):
     ) -> QuantizedLinear:
         """A layer whose weight is the nearest to `weight` (out_features, in_features).
 
+        The layer of a weight on the meta device is there too, and holds nothing.
+
         Args:
             bias: (out_features,); a parameter is taken as it is.
             input_order: puts neighbours of this order into groups.
@@ -150,6 +152,8 @@ class QuantizedLinear(torch.nn.Module):
                 outlier_columns=outlier_columns,
             )
             _check_finite(weight)
+            if weight.is_meta:
+                return layer._with_bias(bias)
             with torch.no_grad():
                 apart = layer._take_apart(weight.detach(), input_order, outlier_columns)
                 of_weight, layer.error = reference.quantize(
@@ -161,10 +165,13 @@ class QuantizedLinear(torch.nn.Module):
         except Exception:
             check_arguments(cls.from_weight, locals())
             raise
+        return layer._with_bias(bias)
+
+    def _with_bias(self, bias: Tensor | None) -> QuantizedLinear:
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=bias.requires_grad)
-        layer.bias = bias
-        return layer
+        self.bias = bias
+        return self
 
     @property
     def format(self) -> Format:
@@ -363,5 +370,7 @@ def _check_finite(weight: Tensor, name: str = "weight") -> None:
     Raises:
         ValueError: the weight has numbers that are not finite.
     """
-    if not math.isfinite(float(torch.linalg.vector_norm(weight.detach(), math.inf))):
+    if not weight.is_meta and not math.isfinite(
+        float(torch.linalg.vector_norm(weight.detach(), math.inf))
+    ):
         raise ValueError(f"quantize: {name} must be finite, got NaN or Inf in it")

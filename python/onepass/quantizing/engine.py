@@ -105,6 +105,41 @@ def _quantize(
     batch: object,
 ) -> QuantizationReport:
     _flops.register()
+    of_layer = {"weights": weights, "group_size": group_size, "activations": activations}
+    report, taken = choose(model, choice, skip_head, **of_layer)
+    errors = {} if batch is None else _output_errors(model, batch, taken, of_layer)
+    places = _places(walk(model))
+    while taken:
+        item = taken.pop(0)
+        layer = quantized(item.module, **of_layer)
+        report.add(item, layer, errors.get(item.names[0]))
+        _put(layer, places[id(item.module)])
+        del item, layer  # and the weight with them
+    report.notes += told_peft(model)
+    return report
+
+
+def told_peft(model: nn.Module) -> list[str]:
+    """Lets peft, if it has been imported, take a model's quantised layers; notes if it cannot."""
+    if "peft" not in sys.modules:
+        return []
+    problem = providers.provider(providers.PEFT).prepared(model)
+    return [] if problem is None else [problem]
+
+
+def choose(
+    model: nn.Module,
+    choice: Choice,
+    skip_head: bool,
+    weights: str,
+    group_size: int | None,
+    activations: str | None,
+) -> tuple[QuantizationReport, list[Found]]:
+    """The layers of a model to quantise, checked, and a report of the others.
+
+    Raises:
+        ValueError: as `quantize`.
+    """
     found = walk(model)
     report = QuantizationReport(model, weights)
     report.notes += choice.without_a_match(found)
@@ -119,25 +154,29 @@ def _quantize(
                 taken.append(item)
             else:
                 report.skip(item, reason)
-    of_layer = {"weights": weights, "group_size": group_size, "activations": activations}
     _check_weights(weights)
     _check_activations(activations, weights, True)
     for item in taken:
-        _check(item, **of_layer)
-    report.notes += _notes(taken, refusal)
-    errors = {} if batch is None else _output_errors(model, batch, taken, of_layer)
-    places = _places(found)
-    del found, refusal, item
-    while taken:
-        item = taken.pop(0)
-        layer = _quantized(item.module, **of_layer)
-        report.add(item, layer, errors.get(item.names[0]))
-        _put(layer, places[id(item.module)])
-        del item, layer  # and the weight with them
-    if "peft" in sys.modules:
-        problem = providers.provider(providers.PEFT).prepared(model)
-        report.notes += [] if problem is None else [problem]
-    return report
+        _check(item, weights, group_size, activations)
+    weights_of = [item.module.weight for item in taken]
+    trained = sum(weight.requires_grad and not weight.is_meta for weight in weights_of)
+    if trained:
+        report.notes.append(
+            f"{trained} weights that could be trained are frozen now; an optimizer that has them "
+            "keeps them, and their memory"
+        )
+    for item in taken:
+        if others := refusal.other_users(item):
+            report.notes.append(
+                f"{item.names[0]} shared its weight with {others[0]}, which keeps it; no memory of "
+                "it is freed"
+            )
+    return report, taken
+
+
+def exchange(model: nn.Module, before: nn.Module, layer: nn.Module) -> None:
+    """Puts a layer everywhere in a model where another one is."""
+    _put(layer, _places(walk(model))[id(before)])
 
 
 def dequantize(model: nn.Module) -> list[str]:
@@ -168,24 +207,6 @@ def dequantize(model: nn.Module) -> list[str]:
             _put(_plain(item.module), places[id(item.module)])
             names.append(item.names[0])
     return names
-
-
-def _notes(taken: list[Found], refusal: _Refusal) -> list[str]:
-    notes = []
-    trained = sum(item.module.weight.requires_grad for item in taken)
-    if trained:
-        notes.append(
-            f"{trained} weights that could be trained are frozen now; an optimizer that has them "
-            "keeps them, and their memory"
-        )
-    for item in taken:
-        others = refusal.other_users(item)
-        if others:
-            notes.append(
-                f"{item.names[0]} shared its weight with {others[0]}, which keeps it; no memory of "
-                "it is freed"
-            )
-    return notes
 
 
 class _Refusal:
@@ -242,8 +263,6 @@ class _Refusal:
             return "is an adapter, or a copy of a layer, to be trained"
         if type(weight) not in (nn.Parameter, Tensor):
             return f"its weight is a {type(weight).__name__}"
-        if weight.is_meta:
-            return "is on the meta device; load it first"
         if weight.dtype not in _DTYPES:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
         if weight.numel() == 0:
@@ -281,7 +300,7 @@ def _head_of(model: nn.Module, found: list[Found]) -> nn.Module | None:
     """The layer that makes the logits, or what is wrapped around it. transformers knows a language
     model's; that of a classifier is the last one outside of its base model. Elsewhere it is the
     last one."""
-    layers = [item.module for item in found if _is_linear(item.module)]
+    layers = [item.module for item in found if is_linear(item.module)]
     if callable(get := getattr(model, "get_output_embeddings", None)):
         if (head := get()) is not None:
             return head
@@ -291,7 +310,7 @@ def _head_of(model: nn.Module, found: list[Found]) -> nn.Module | None:
     return layers[-1] if len(layers) > 1 else None
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, QuantizedLinear)) or _is_conv1d(module)
 
 
@@ -299,22 +318,23 @@ def _is_conv1d(module: nn.Module) -> bool:
     return is_a(module, "transformers.pytorch_utils", "Conv1D")
 
 
-def _weight_of(layer: nn.Module) -> Tensor:
+def weight_of(layer: nn.Module) -> Tensor:
     """(out_features, in_features)"""
     weight = layer.weight.detach()
     return weight.t() if _is_conv1d(layer) else weight
 
 
 def _check(item: Found, weights: str, group_size: int | None, activations: str | None) -> None:
-    name, weight = item.names[0], _weight_of(item.module)
+    name, weight = item.names[0], weight_of(item.module)
     in_features = weight.shape[1]
     size = _group_size_of(weights, group_size, in_features, f"in_features of {name}")
     _check_activations(activations, weights, size == in_features)
     _check_finite(weight, f"{name}.weight")
 
 
-def _quantized(layer: nn.Module, **of_layer) -> QuantizedLinear:
-    made = QuantizedLinear.from_weight(_weight_of(layer), layer.bias, **of_layer)
+def quantized(layer: nn.Module, **of_layer) -> QuantizedLinear:
+    """The quantised layer of a linear one."""
+    made = QuantizedLinear.from_weight(weight_of(layer), layer.bias, **of_layer)
     made.plain_class = type(layer) if _is_conv1d(layer) else nn.Linear
     _carry_attributes(layer, made)
     return made.train(layer.training)
@@ -390,7 +410,7 @@ def _output_errors(
 
     def observe(name: str):
         def hook(layer, args, named, output):
-            found = _quantized(layer, **of_layer)(*args, *named.values())
+            found = quantized(layer, **of_layer)(*args, *named.values())
             sums = squares.setdefault(name, [0.0, 0.0])
             sums[0] += float((found.double() - output).square().sum())
             sums[1] += float(output.double().square().sum())

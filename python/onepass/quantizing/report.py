@@ -144,7 +144,9 @@ class QuantizationReport:
             entries = [by_name[name] for name in names]
             before = sum(entry["bytes_before"] for entry in entries)
             after = sum(entry["bytes_after"] for entry in entries)
-            spans = [_span([e[error] for e in entries if error in e]) for error in errors]
+            spans = [
+                _span([e[error] for e in entries if e.get(error) is not None]) for error in errors
+            ]
             sizes = "/".join(str(size) for size in sorted({e["group_size"] for e in entries}))
             found.append(
                 (group, str(len(entries)), sizes, readable(before), readable(after), *spans)

@@ -35,6 +35,7 @@ What is proven, and computes:
     inputs.py        the tensors that the operators take
     classes.py       the classes that swapped modules get; restored.py those that they get back
     quantization.py  a warning of swapped linear layers
+    quantized.py     the codes of linear layers that another library quantised
 
 What is told:
 

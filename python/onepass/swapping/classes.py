@@ -58,6 +58,9 @@ class Swapped:
         """Stops here, so that parents which register subclasses do not see this class."""
 
 
+QUANTIZED_LAYER = "_onepass_quantized"  # the attribute of a module with a `QuantizedForward`
+
+
 class LayerNormForward(Swapped):
     _onepass_to = {"norm": "onepass.nn.LayerNorm"}
 
@@ -129,6 +132,26 @@ class Conv1DForward(Swapped):
             if weight is not None and bias is not None:
                 return linear_where_it_gains(x, weight.t(), bias, precision_of(self))
         return run_original(self, _stock.original(self).forward, x)
+
+
+class QuantizedForward(Swapped):
+    """Forward of a linear layer whose weight another library quantised, by the same codes."""
+
+    _onepass_to = {"linear": "onepass.functional.quantized_linear"}
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer = vars(self).get(QUANTIZED_LAYER)
+        if layer is None or not is_plain(input):
+            return run_original(self, _stock.original(self).forward, input)
+        bias = self.bias
+        if bias is not None and bias.dtype is not input.dtype:
+            bias = bias.to(input.dtype)
+        codes, scales = layer.codes, layer.scales
+        if input.dtype is torch.float64:
+            scales = scales.double()
+        return onepass.functional.quantized_linear(
+            input, codes, scales, None, bias, weights=layer.weights
+        )
 
 
 class CrossEntropyLossForward(Swapped):

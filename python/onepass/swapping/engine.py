@@ -232,6 +232,11 @@ def unswap(journal: Journal, model: nn.Module) -> list[str]:
         for item in swapped
         if not keeps_its_class(item.module)
     ]
+    of_classes += [
+        Edit(item.module, classes.QUANTIZED_LAYER, ABSENT)
+        for item in swapped
+        if classes.QUANTIZED_LAYER in vars(item.module)
+    ]
     of_precision = [
         Edit(item.module, ATTRIBUTE, ABSENT) for item in found if ATTRIBUTE in vars(item.module)
     ]

@@ -21,7 +21,7 @@ from onepass._policy import products, small_calls
 from onepass.nn._parts import has_hooks
 from onepass.swapping import activated, adaptive, callsites, classes, gated, rotary, scans
 from onepass.swapping.inputs import MOST_HEAD_DIM, has_kernels
-from onepass.swapping.providers import DIFFUSERS, provider
+from onepass.swapping.providers import DIFFUSERS, QUANTIZED, provider
 from onepass.swapping.reasons import Reason, SkipReason, replaced_forward
 from onepass.swapping.specs import Structure
 
@@ -121,7 +121,8 @@ def matches(module: nn.Module, kinds: tuple[str, ...], precision: str | None = N
 def _with_obstacle(module: nn.Module, match: Match) -> Match:
     if match.reason or match.unknown or match.named:
         return match
-    obstacle = obstacle_to(module, match.kind)
+    is_quantized = match.forward is classes.QuantizedForward
+    obstacle = obstacle_to(module, match.kind, "weight" if is_quantized else "")
     if isinstance(module, classes.Swapped):
         obstacle = Reason.REDIRECTED.format()
     return match._replace(reason=obstacle) if obstacle else match
@@ -285,6 +286,8 @@ def _linear(
     module: nn.Module, calls: Callable[[], callsites.Calls], precision: str | None = None
 ) -> Match | None:
     cls = type(module)
+    if quantized := _quantized(module):
+        return quantized
     if is_a(module, "transformers.pytorch_utils", "Conv1D"):
         original = sys.modules["transformers.pytorch_utils"].Conv1D
         forward = classes.Conv1DForward
@@ -303,6 +306,18 @@ def _linear(
         own = Match("linear", unknown=True, reason=Reason.OWN_FORWARD.format())
         return _linear_calls(module, calls(), precision) or own
     return Match("linear", forward=forward, reason=_as_fast(weights, True, precision))
+
+
+def _quantized(module: nn.Module) -> Match | None:
+    """The match of a linear layer whose weight another library quantised."""
+    if type(module._parameters.get("weight")) in (nn.Parameter, type(None)):
+        return None
+    known = provider(QUANTIZED)
+    if known.words(module) is None:
+        return None
+    text = known.refusal(module)
+    reason = Reason.QUANTIZED.with_text(text) if text else None
+    return Match("linear", forward=classes.QuantizedForward, reason=reason)
 
 
 def _linear_calls(
@@ -437,8 +452,9 @@ def _holds_tensor(value) -> bool:
     return any(isinstance(item, torch.Tensor) for item in value)
 
 
-def obstacle_to(module: nn.Module, kind: str) -> SkipReason | None:
-    """Why a module of a known class still cannot be swapped; None if it can."""
+def obstacle_to(module: nn.Module, kind: str, held: str = "") -> SkipReason | None:
+    """Why a module of a known class still cannot be swapped; None if it can. `held`: the name of a
+    parameter whose class is known."""
     cls = type(module)
     if reason := replaced_forward(module):
         return reason
@@ -447,7 +463,7 @@ def obstacle_to(module: nn.Module, kind: str) -> SkipReason | None:
     if _stock.parametrizations(module):
         return Reason.PARAMETRIZED.format()
     for name, parameter in module._parameters.items():
-        if parameter is None:
+        if parameter is None or name == held:
             continue
         if type(parameter) is not nn.Parameter:
             return Reason.PARAMETER_CLASS.format(name, type(parameter).__name__)

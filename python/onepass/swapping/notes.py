@@ -88,6 +88,10 @@ _REDIRECTION = (
     "each torch function in a forward that calls attention takes about a microsecond longer; so "
     "does each look at a tensor's shape"
 )
+_CODES_TWICE = (
+    "codes of another library are kept a second time, in the order of onepass's kernel, until "
+    "unswap"
+)
 _LINEAR_CALLS = (
     "{names}: each torch function in their forwards takes about a microsecond longer; their calls "
     f"of F.linear are redirected: {small_calls.LINEAR_CALLS_NOTE}"
@@ -295,6 +299,8 @@ def _of_costs(plan: Plan) -> Iterator[str]:
         yield small_calls.NORM_NOTE
     if any(issubclass(change.cls, _GROUP_NORMS) for change in plan.classes):
         yield small_calls.GROUP_NORM_NOTE
+    codes = [c.name for c in plan.classes if issubclass(c.cls, classes.QuantizedForward)]
+    yield from _note(_CODES_TWICE, codes)
     if "linear" in kinds:
         yield small_calls.LINEAR_NOTE
         yield from _note(_LINEAR_CALLS, _redirecting(plan, "linear"))

@@ -21,6 +21,7 @@ from onepass.swapping import (
     classes,
     gated,
     matchers,
+    quantized,
     rotary,
     rotary_proof,
     scans,
@@ -173,8 +174,7 @@ class Plan:
         return [item.names[0] for item, _ in self._wanted]
 
     def edits(self) -> list[Edit]:
-        edits = [Edit(change.module, "__class__", change.cls) for change in self.classes]
-        return edits + self.named + self.edits_of_precision()
+        return quantized.edits_of(self.classes) + self.named + self.edits_of_precision()
 
     def edits_of_precision(self) -> list[Edit]:
         """Lists the edits of the precision of swapped modules with products, earlier ones too."""

@@ -115,6 +115,7 @@ class Reason(enum.Enum):
     BLOCK = "the proof of its block fails"
     ROTARY = "the proof of a function that it calls fails"
     SCAN = "the proof of a function of its layer fails"
+    QUANTIZED = "its quantised weight is left to the library that made it"
     BY_NAME = "attention by name is refused"
     DIFFUSERS = "the way that diffusers calls attention is refused"
 

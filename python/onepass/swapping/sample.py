@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from onepass._batch import arguments, named_in_errors
 from onepass._policy.precision import check_precision, precision_of
+from onepass.swapping import quantized
 from onepass.swapping.changes import Edit, in_force
 from onepass.swapping.plan import ClassChange, LeftOut, Plan
 from onepass.swapping.reasons import Reason, SkipReason
@@ -166,9 +167,7 @@ class _Unit(NamedTuple):
         return " and ".join(kinds)
 
     def edits(self) -> list[Edit]:
-        return [Edit(change.module, "__class__", change.cls) for change in self.changes] + (
-            self.named
-        )
+        return quantized.edits_of(self.changes) + self.named
 
 
 def keep_gains(plan: Plan, model: nn.Module, sample: object) -> list[str]:

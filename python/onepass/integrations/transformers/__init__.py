@@ -34,6 +34,8 @@ names, and its errors say so.
     models.py     attach, detach, and the parts of swap and unswap for these models
     ring.py       ring attention: register_ring
     losses.py     losses on onepass's cross entropy; lazy_logits.py those without their logits
+    quantization.py  QuantizationConfig: `from_pretrained` of quantised models;
+                  quantized_experts.py gpt-oss's experts
     kernels.py    layers for transformers' `set_use_kernels`
     scans.py      functions of state-space layers for `onepass.swap`; scans_proof.py tests them
     trainer.py    the optimizer and the callback for transformers' Trainer
@@ -65,12 +67,14 @@ from onepass.integrations.transformers.models import Attachment, attach, detach
 from onepass.integrations.transformers.ring import register_ring
 
 if TYPE_CHECKING:
+    from onepass.integrations.transformers.quantization import QuantizationConfig
     from onepass.integrations.transformers.trainer import SwapCallback, trainer_optimizer
 
 __all__ = [
     "Attachment",
     "Int8Cache",
     "NAME",
+    "QuantizationConfig",
     "SwapCallback",
     "attach",
     "detach",
@@ -82,9 +86,13 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Imports the Trainer's part when it is used: importing transformers' Trainer takes seconds."""
+    """Imports parts when they are used: transformers' Trainer and quantizers take seconds."""
     if name in ("SwapCallback", "trainer_optimizer"):
         from onepass.integrations.transformers import trainer
 
         return getattr(trainer, name)
+    if name == "QuantizationConfig":
+        from onepass.integrations.transformers import quantization
+
+        return quantization.QuantizationConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
