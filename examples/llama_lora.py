@@ -1,8 +1,10 @@
-"""Models for `onepass compare`: two Llama layers in bfloat16, trained whole or by LoRA.
+"""Models for `onepass compare`: two Llama layers in bfloat16, trained whole or by LoRA, and
+by LoRA beside weights of 4 bits.
 
     cd examples
     python -m onepass compare --model llama_lora:whole
-    python -m onepass compare --model llama_lora:adapters     # needs peft
+    python -m onepass compare --model llama_lora:adapters     # needs peft, as does the next
+    python -m onepass compare --model llama_lora:quantised
 
 Weights are random: the time of a step does not depend on them. The sizes are those of Llama 3.2 1B
 but for the number of layers and of words.
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import torch
 import transformers
+
+import onepass
 
 TOKENS = 1024
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2}
@@ -32,4 +36,14 @@ def adapters(**sizes):
 
     model, batch = whole(**sizes)
     config = peft.LoraConfig(r=16, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(model, config), batch
+
+
+def quantised(**sizes):
+    """(model, batch): the same, and adapters of all other linear layers, beside a base in nf4."""
+    import peft
+
+    model, batch = whole(**sizes)
+    onepass.quantize(model, "nf4")
+    config = peft.LoraConfig(r=16, lora_dropout=0.05, target_modules="all-linear")
     return peft.get_peft_model(model, config), batch

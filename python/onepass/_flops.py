@@ -1,7 +1,7 @@
 """Formulas of `torch.utils.flop_counter` for onepass's operators: as torch's at the same shapes.
 
 That module is not imported here (it may import triton). If it has been imported, the formulas are
-registered with it, when onepass is imported and at every `swap`.
+registered with it, when onepass is imported and at every `swap` and `quantize`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ def _linear_backward(doutput, input, weight, input_dtype, weight_dtype, *_, out_
     return 2 * doutput.numel() * columns * products
 
 
+def _quantized_linear_forward(input, codes, scales, *_, out_val=None, **__) -> int:
+    return 2 * input.numel() * scales.shape[1]
+
+
+def _quantized_linear_backward(
+    doutput, codes, scales, shifts, in_features, kind, input_dtype, bias_dtype, out_val=None
+) -> int:
+    return 2 * doutput.numel() * in_features * (input_dtype is not None)
+
+
 def _linear_loss(input, linear_weight, *options, out_val=None) -> int:
     mask = options[-1]
     products = 1 + (mask & 1 > 0) + (mask & 2 > 0)
@@ -85,4 +95,6 @@ _FORMULAS = {
     "linear_epilogue_forward": _linear_forward,
     "linear_backward": _linear_backward,
     "linear_loss": _linear_loss,
+    "quantized_linear_forward": _quantized_linear_forward,
+    "quantized_linear_backward": _quantized_linear_backward,
 }

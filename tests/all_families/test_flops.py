@@ -42,6 +42,18 @@ def test_linear_counts_as_torchs(frozen, options):
     assert counted(lambda: onepass.functional.linear(**given, **options)) == expected
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
+def test_a_quantised_weight_counts_as_a_plain_one_that_is_frozen(weights, trained):
+    x = torch.randn(3, 5, 16, requires_grad=trained)
+    layer = nn.Linear(16, 6)
+    layer.weight.requires_grad_(False)
+    expected = counted(lambda: layer(x))
+    assert expected == (2 * 15 * 16 * 6, trained * 2 * 15 * 16 * 6)
+    quantised = onepass.nn.QuantizedLinear.from_weight(layer.weight, layer.bias, weights=weights)
+    assert counted(lambda: quantised(x)) == expected
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_attention_counts_as_torchs_fused_kernels(kv_heads):
     shapes = (2, 4, 7, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 16)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass._policy import products, small_calls
+from onepass.nn import QuantizedLinear
 from onepass.swapping import by_hand_call
 from onepass.tools.compare import attribution, train
 from onepass.tools.compare.attribution import PARTS, Timeline, by_part, part_of_module
@@ -257,6 +258,17 @@ def test_swapped_linear_layers_are_linear(monkeypatch):
     entered = [part for _, _, part in timeline._marks if part in attribution.PARTS[:6]]
     assert entered == ["linear", "linear"]
     assert timeline._owner(output.grad_fn._sequence_nr()) == "linear"
+
+
+def test_quantised_layers_are_linear_ones():
+    assert part_of_module(QuantizedLinear(8, 16)) == "linear"
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16))
+    onepass.quantize(model, "nf4", skip_head=False)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(40, 8)).sum().backward()
+    product = 2 * 40 * 64
+    # Forward of both, and the gradient of the second's input.
+    assert products_of(counter, model, settings_of()).operations == product * (8 + 16 + 16)
 
 
 def test_operations_of_linear_layers():

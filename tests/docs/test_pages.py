@@ -39,8 +39,8 @@ PUBLIC = [
 # Modules of onepass.integrations, and the packages without which they cannot be imported.
 INTEGRATIONS = {
     "flash_attn.flash_attn_interface": "", "flash_attn.bert_padding": "",
-    "flash_attn.layers.rotary": "", "lightning": "pytorch_lightning", "timm": "timm",
-    "torchtitan": "torchtitan", "transformers": "transformers",
+    "flash_attn.layers.rotary": "", "lightning": "pytorch_lightning", "peft": "peft",
+    "timm": "timm", "torchtitan": "torchtitan", "transformers": "transformers",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ NEEDS_NONE = ("diffusers", "flash_attn")
 # classes are subclasses of its.
 USES = {
     "lightning": ("ours.Swap", "neither lightning nor pytorch-lightning is installed: pip install"),
+    "peft": ("ours.register()", "peft must be installed, with what it imports itself: pip install"),
     "timm": ("ours.register()", "pip install --upgrade timm"),
     "torchtitan": ("ours", "torchtitan"),
     "transformers": ("ours", "the package transformers is not installed: pip install transformers"),
@@ -40,7 +41,9 @@ def test_every_module_is_here():
 
 def test_onepass_imports_none_of_them():
     """Nor does a swap of torch's own modules, where they are installed."""
-    modules = ", ".join(f"onepass.integrations.{n}" for n in (*NEEDS_NONE, "lightning", "timm"))
+    modules = ", ".join(
+        f"onepass.integrations.{n}" for n in (*NEEDS_NONE, "lightning", "peft", "timm")
+    )
     none = f"assert not set(sys.modules) & {{*{PACKAGES}, "
     code = (
         "import sys, torch, onepass\n"

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from types import FunctionType
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from onepass import _batch
+from onepass import _batch, _flops
 from onepass._arguments import check_arguments
 from onepass._imported import is_a
 from onepass.nn import Linear
@@ -27,6 +28,7 @@ from onepass.nn.quantized_linear import (
     _group_size_of,
 )
 from onepass.quantizing.report import QuantizationReport
+from onepass.swapping import providers
 from onepass.swapping.reasons import Reason
 from onepass.swapping.walk import Choice, Found, globs, walk
 
@@ -50,7 +52,8 @@ def quantize(
 
     A layer's weight is freed as soon as its codes are made, so memory never exceeds the model and
     one layer. Names, biases and the training flag are kept. All layers are checked before the first
-    is changed; an interrupt leaves those that were done quantised, and the model works.
+    is changed; an interrupt leaves those that were done quantised, and the model works. If peft has
+    been imported, it takes quantised layers from then on (`onepass.integrations.peft`).
 
     Args:
         model: its `torch.nn.Linear`, also swapped ones, and `Conv1D` of transformers are quantised.
@@ -101,6 +104,7 @@ def _quantize(
     skip_head: bool,
     batch: object,
 ) -> QuantizationReport:
+    _flops.register()
     of_layer = {"weights": weights, "group_size": group_size, "activations": activations}
     report, taken = choose(model, choice, skip_head, **of_layer)
     errors = {} if batch is None else _output_errors(model, batch, taken, of_layer)
@@ -111,7 +115,16 @@ def _quantize(
         report.add(item, layer, errors.get(item.names[0]))
         _put(layer, places[id(item.module)])
         del item, layer  # and the weight with them
+    report.notes += told_peft(model)
     return report
+
+
+def told_peft(model: nn.Module) -> list[str]:
+    """Lets peft, if it has been imported, take a model's quantised layers; notes if it cannot."""
+    if "peft" not in sys.modules:
+        return []
+    problem = providers.provider(providers.PEFT).prepared(model)
+    return [] if problem is None else [problem]
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Integrations that serve `swap`, each found by the package whose models it knows.
+"""Integrations that serve `swap` and `quantize`, each found by the package whose models it knows.
 
 `swap` names no class of another package, and imports none. What it must know of one stands in
 `onepass.integrations`: the names below are modules there, imported when a model of that package is
@@ -20,6 +20,8 @@ LOSSES = "transformers.losses"
 # edits, names and notes of attention that modules take by a name in their config; stock(model) and
 # implementations(model): what `attach` has done.
 MODELS = "transformers.models"
+# prepared(model): what `quantize` does for peft's layers.
+PEFT = "peft"
 # words(module), refusal(module), layer_of(module): linear layers that another library quantised.
 QUANTIZED = "quantized_layers"
 # computing(function, spec), forward_of(forward): functions of state-space layers that stand in for

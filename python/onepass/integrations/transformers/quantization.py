@@ -240,6 +240,7 @@ class Quantizer(HfQuantizer):
                     self.report.skip(item, "is not quantised in the checkpoint")
         if self.method != METHOD:
             self._become_ours(model, layers)
+        self.report.notes += engine.told_peft(model)
         return model
 
     def _untie(self, model: nn.Module) -> None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from onepass.nn import QuantizedLinear
 from onepass.swapping.classes import Conv1DForward
 
 OTHER, PYTHON, UNATTRIBUTED = "other operators", "Python", "unattributed"
@@ -73,7 +74,7 @@ def part_of_module(module: nn.Module) -> str | None:
         return "dropout"
     if isinstance(module, (nn.Softmax, nn.MultiheadAttention)):
         return "attention"
-    if isinstance(module, (nn.Linear, Conv1DForward)):
+    if isinstance(module, (nn.Linear, Conv1DForward, QuantizedLinear)):
         return "linear"
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolution"

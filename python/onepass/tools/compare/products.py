@@ -14,7 +14,12 @@ from onepass.tools.compare.settings import Settings
 
 _aten = torch.ops.aten
 # The operators that `attribution` counts as linear.
-_LINEAR = (_aten.mm, _aten.addmm)
+_LINEAR = (
+    _aten.mm,
+    _aten.addmm,
+    torch.ops.onepass.quantized_linear_forward,
+    torch.ops.onepass.quantized_linear_backward,
+)
 
 
 @dataclass(frozen=True)
