@@ -179,7 +179,7 @@ def picture(found: dict[str, dict[str, int]], steps: dict[str, int]) -> Figure:
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="finetune_lora", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=50.0, help="of each of two trainings")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each of two trainings")
     parser.add_argument("--text", nargs="+", help="files for the adapters instead of the manual")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--folder", help="for the adapters; they are not kept without it")
