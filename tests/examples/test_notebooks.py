@@ -40,6 +40,11 @@ SMALLER = {
         "rounds=15": "rounds=3",
         "LENGTHS = (256, 1024, 4096, 8192)": "LENGTHS = (8, 16, 32, 64)",
     },
+    "05_choosing_a_format": {
+        "STEPS, LENGTH = 400, 128": "STEPS, LENGTH = 3, 80",
+        "hidden_size=192, intermediate_size=512": "hidden_size=48, intermediate_size=64",
+        "WIDTH, LAYERS, ROUNDS = 2048, 8, 5": "WIDTH, LAYERS, ROUNDS = 64, 2, 3",
+    },
 }
 
 
@@ -78,8 +83,8 @@ def test_every_cell_runs(name, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     if name == "01_your_model":
         pytest.importorskip("IPython", reason="01 shows its picture by it")
-    if name == "04_inference":
-        pytest.importorskip("transformers", reason="04 generates text with a Llama of it")
+    if name in ("04_inference", "05_choosing_a_format"):
+        pytest.importorskip("transformers", reason="they generate text with a Llama of it")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
