@@ -67,6 +67,47 @@ def scan(
     return (output, state) if return_last_state else output
 
 
+def attend(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, epsilon=1e-6, **kwargs,
+):  # fmt: skip
+    """A delta rule, with a decay of each head or of each channel of its keys."""
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    q, k = (x.float().repeat_interleave(groups, 2) for x in (query, key))
+    v, g, beta = (x.float() for x in (value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + epsilon) for x in (q, k))
+    decay = (g if g.dim() == 4 else g[..., None]).exp()[..., None]
+    batch, tokens, heads, of_key = k.shape
+    state = v.new_zeros(batch, heads, of_key, v.shape[-1])
+    state = state if initial_state is None else initial_state.float()
+    outputs = []
+    for t in range(tokens):
+        state = decay[:, t] * state
+        u = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, ..., None]).sum(-2))
+        state = state + k[:, t, ..., None] * u[:, :, None]
+        outputs.append((state * q[:, t, ..., None]).sum(-2) / of_key**0.5)
+    return torch.stack(outputs, 1).to(dtype), state if output_final_state else None
+
+
+@stands_for("chunk_gated_delta_rule")
+def gated_delta_rule(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, **kwargs,
+):  # fmt: skip
+    options = initial_state, output_final_state, use_qk_l2norm_in_kernel
+    return attend(query, key, value, g, beta, chunk_size, *options)
+
+
+@stands_for("fused_recurrent_kda")
+def kimi_delta_attention(
+    query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel=False,
+    **kwargs,
+):  # fmt: skip
+    options = initial_state, output_final_state, use_qk_l2norm_in_kernel
+    return attend(query, key, value, g, beta, 64, *options)
+
+
 @stands_for("mamba_inner_fn")
 def whole_layer(xz, *args, **kwargs):
     return None

@@ -33,6 +33,7 @@ _LATENT = dict(
     qk_nope_head_dim=8, n_group=1, topk_group=1, num_local_experts=4, **_EXPERTS,
 )  # fmt: skip
 _QWEN = dict(_DELTA, num_experts=4, shared_expert_intermediate_size=16, **_EXPERTS)
+_RULE = dict(steps=0, rules=1)
 
 
 class Model(NamedTuple):
@@ -44,6 +45,7 @@ class Model(NamedTuple):
     steps: int = 1  # calls of our update of a state in a step of decoding, per layer
     scans: int = 0  # calls of a selective scan, per layer
     chunks: int = 0  # calls of a scan in chunks, per layer
+    rules: int = 0  # calls of a delta rule, per layer
 
 
 MODELS = {
@@ -128,26 +130,25 @@ MODELS = {
         ),
         8, steps=0,
     ),
-    "qwen3_next": Model(
-        "Qwen3NextForCausalLM", dict(_QWEN, layer_types=_MIXED), 1, steps=0
-    ),
-    "qwen3_5": Model("Qwen3_5ForCausalLM", dict(_DELTA, layer_types=_MIXED), 1, steps=0),
-    "qwen3_5_moe": Model("Qwen3_5MoeForCausalLM", dict(_QWEN, layer_types=_MIXED), 1, steps=0),
+    "qwen3_next": Model("Qwen3NextForCausalLM", dict(_QWEN, layer_types=_MIXED), 1, **_RULE),
+    "qwen3_5": Model("Qwen3_5ForCausalLM", dict(_DELTA, layer_types=_MIXED), 1, **_RULE),
+    "qwen3_5_moe": Model("Qwen3_5MoeForCausalLM", dict(_QWEN, layer_types=_MIXED), 1, **_RULE),
     "qwen4_exp": Model(
         "Qwen4ExpForCausalLM",
         dict(
             _QWEN, layer_types=_MIXED, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8,
             indexer_budget=8, indexer_compress_ratio=2, hc_lowrank=4, hc_count=2,
         ),
-        1, steps=0,
+        1, **_RULE,
     ),
-    "olmo_hybrid": Model("OlmoHybridForCausalLM", dict(_DELTA, layer_types=_MIXED), 1, steps=0),
+    "olmo_hybrid": Model("OlmoHybridForCausalLM", dict(_DELTA, layer_types=_MIXED), 1, **_RULE),
     "kimi_linear": Model(
         "KimiLinearForCausalLM",
-        dict(_LATENT, linear_head_dim=8, linear_num_heads=4, layer_types=_MIXED), 1, steps=0,
+        dict(_LATENT, linear_head_dim=8, linear_num_heads=4, layer_types=_MIXED), 1,
+        **_RULE,
     ),
     "bailing_hybrid": Model(
-        "BailingHybridForCausalLM", dict(_LATENT, layer_types=_MIXED), 1, steps=0
+        "BailingHybridForCausalLM", dict(_LATENT, layer_types=_MIXED), 1, **_RULE
     ),
     "glm5_next": Model(
         "Glm5NextTextModel",
@@ -156,7 +157,7 @@ MODELS = {
             linear_num_heads=4, index_topk=4, index_kpool=2, index_n_heads=2, index_head_dim=8,
             qk_rope_head_dim=0,
         ),
-        1, steps=0,
+        1, **_RULE,
     ),
 }  # fmt: skip
 

@@ -62,6 +62,16 @@ def of_scan(dtype=torch.float32, **more) -> dict:
     return dict(hidden_states=u, dt=dt, A=A, B=B, C=C, z=z, delta_softplus=True) | more
 
 
+def of_delta_rule(dtype=torch.float32, channels=False, **more) -> dict:
+    """Two heads of keys for four of values; with a decay of each channel, four."""
+    heads = 4 if channels else 2
+    q, k = (torch.randn(2, TOKENS, heads, 6, dtype=dtype) for _ in range(2))
+    v, beta = torch.randn(2, TOKENS, 4, 8, dtype=dtype), torch.rand(2, TOKENS, 4, dtype=dtype)
+    g = -torch.rand((2, TOKENS, 4, 6) if channels else (2, TOKENS, 4))
+    given = dict(query=q, key=k, value=v, g=g, beta=beta, initial_state=None)
+    return given | dict(output_final_state=True, use_qk_l2norm_in_kernel=True) | more
+
+
 # ---- what is found -------------------------------------------------------------------------------
 
 
@@ -95,6 +105,23 @@ def without_softplus(
     return scan(hidden_states, dt, A, B, C, D, z, delta_bias, return_last_state=return_last_state)
 
 
+def of_another_epsilon(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, **kwargs,
+):  # fmt: skip
+    options = initial_state, output_final_state, use_qk_l2norm_in_kernel
+    return foreign_scans.attend(query, key, value, g, beta, chunk_size, *options, epsilon=1e-3)
+
+
+def of_decays_of_heads(
+    query, key, value, g, beta, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+):  # fmt: skip
+    options = initial_state, output_final_state, use_qk_l2norm_in_kernel
+    g = g if g.dim() == 3 else g.mean(-1)
+    return foreign_scans.attend(query, key, value, g, beta, 64, *options)
+
+
 def computing_a_layer(xz, *args, **kwargs):
     return torch.zeros(1)
 
@@ -109,6 +136,8 @@ REFUSED = {
     failing: ("causal_conv1d_fn", "function fails: not like this"),
     leaving_the_state: ("causal_conv1d_update", "function is not a step of a causal convolution"),
     without_softplus: ("selective_scan_fn", "function is not a selective scan"),
+    of_another_epsilon: ("chunk_gated_delta_rule", "function is not a gated delta rule"),
+    of_decays_of_heads: ("fused_recurrent_kda", "function is not Kimi delta attention"),
     computing_a_layer: ("mamba_inner_fn", "function computes a layer itself"),
 }
 
@@ -186,18 +215,20 @@ def test_a_forward_that_cannot_be_copied_is_listed():
 
 
 def test_on_a_gpu_the_packages_are_named():
-    model = nn.Sequential(Convolution(), Scan())
+    model = nn.Sequential(Convolution(), Scan(), scan_models.build("kimi_linear").model.layers[0])
     with FakeTensorMode():
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in module.named_parameters(recurse=False):
                 empty = torch.empty(parameter.shape, device="cuda")
                 module._parameters[name] = nn.Parameter(empty)
     report = swap(model, strict=True)  # nothing is refused
     assert not report.swapped
     reasons = [entry["reason"] for entry in report.skipped]
-    assert [reason.kind for reason in reasons] == [Reason.SCAN_ELSEWHERE] * 2
+    assert [reason.kind for reason in reasons] == [Reason.SCAN_ELSEWHERE] * 3
     assert "causal convolution" in reasons[0] and "causal-conv1d" in reasons[0]
     assert "selective scan" in reasons[1] and "mamba-ssm" in reasons[1]
+    assert "its causal convolution and Kimi delta attention run as before" in reasons[2]
+    assert "causal-conv1d and flash-linear-attention" in reasons[2]
 
 
 def test_what_the_report_says():
@@ -252,6 +283,55 @@ def test_which_scans_are_ours(scanning):
     assert not ours(scanning, **of_scan(torch.float64))  # A is float32
     mixed = of_scan(torch.bfloat16) | {"C": torch.randn(2, STATE, TOKENS)}
     assert not ours(scanning, **mixed)
+
+
+DELTA_RULES = {
+    "delta_rule": (foreign_scans.gated_delta_rule, False),
+    "delta_rule_update": (foreign_scans.kimi_delta_attention, True),
+}
+
+
+@pytest.mark.parametrize("op", DELTA_RULES)
+def test_which_delta_rules_are_ours(op):
+    function, channels = DELTA_RULES[op]
+    model = calling(function)
+    swap(model, strict=True)
+    state = torch.randn(2, 4, 6, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for more in ({}, {"initial_state": state}, {"output_final_state": False}):
+            given = of_delta_rule(dtype, channels, **more)
+            before = state.clone()
+            assert ours(model, **given) == [op]
+            found, expected = model(**given), function(**given)
+            assert torch.equal(state, before)
+            kinds = [[x is not None and (x.dtype, x.shape) for x in y] for y in (found, expected)]
+            assert kinds[0] == kinds[1]
+    mixed = of_delta_rule(torch.bfloat16, channels) | {"value": torch.randn(2, TOKENS, 4, 8)}
+    assert ours(model, **mixed) == [op]
+    assert model(**mixed)[0].dtype is function(**mixed)[0].dtype is torch.bfloat16
+    given = of_delta_rule(torch.bfloat16, channels)
+    mixed = given | {"query": torch.randn_like(given["query"], dtype=torch.float32)}
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in mixed.items()}
+    with scan_models.InDouble():
+        exact = function(**wide)
+    numerics.assert_close(model(**mixed), exact, function(**mixed), "a value of fewer digits")
+    assert not ours(model, **of_delta_rule(torch.float64, channels))  # g is float32
+    whole = {n: x.double() if n == "g" else x for n, x in of_delta_rule(torch.float64).items()}
+    if not channels:
+        assert ours(model, **whole) == [op]
+        assert [x.dtype for x in model(**whole)] == [torch.float64, torch.float32]  # as theirs
+        assert [x.dtype for x in function(**whole)] == [torch.float64, torch.float32]
+
+
+def test_delta_rules_under_autocast():
+    model = calling(foreign_scans.gated_delta_rule)
+    swap(model, strict=True)
+    given = of_delta_rule(torch.bfloat16)
+    expected = model(**given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(model, **given) == ["delta_rule"]
+        for found, own in zip(model(**given), expected, strict=True):
+            assert found.dtype is own.dtype and torch.equal(found, own)
 
 
 def test_under_autocast_dtypes_are_theirs(convolving):
@@ -334,13 +414,23 @@ def assert_as_each_alone(model: nn.Module, packed: Callable, alone: Callable) ->
     numerics.assert_close([found.float()], [of_exact], [base], "gradients")
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "zamba"])
-def test_packed_sequences_are_as_each_alone(name):
-    """In the models that hand `seq_idx` to their layers."""
+SEQ_IDX_OF_MODELS = [
+    "lfm2", "lfm2_moe", "zamba", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
+    "kimi_linear", "bailing_hybrid",
+]  # fmt: skip
+CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+CU_SEQLENS_OF_MODELS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
+PACKED = [(name, {"seq_idx": SEQ_IDX}) for name in SEQ_IDX_OF_MODELS]
+PACKED += [(name, {"cu_seq_lens_q": CU_SEQLENS}) for name in CU_SEQLENS_OF_MODELS]
+
+
+@pytest.mark.parametrize("name, packing", PACKED, ids=[f"{name}-{[*by][0]}" for name, by in PACKED])
+def test_packed_sequences_are_as_each_alone(name, packing):
+    """In the models that hand `seq_idx` or `cu_seq_lens_q` to their layers."""
     model = scan_models.build(name)
     ids = torch.randint(2, 31, (1, sum(LENGTHS)))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    packed = {"seq_idx": SEQ_IDX, "position_ids": positions, "use_cache": False}
+    packed = {**packing, "position_ids": positions, "use_cache": False}
     with refused_by_stock():
         model(input_ids=ids, **packed)
 
@@ -357,9 +447,15 @@ def layer_of(name: str) -> nn.Module:
     return next(module for module in model.modules() if isinstance(module, Swapped))
 
 
-@pytest.mark.parametrize("name", ["falcon_mamba", "jamba", "mamba", "mamba2", "inkling"])
+def cache_of(name: str):
+    return scan_models.transformers.DynamicCache(config=scan_models.build(name).config)
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_mamba", "jamba", "mamba", "mamba2", "inkling", "qwen4_exp", "glm5_next"]
+)
 def test_packed_sequences_of_a_layer(name):
-    """In models that do not hand `seq_idx` to it."""
+    """In models that do not hand `seq_idx` to it, or whose attention mixes the sequences."""
     layer, x = layer_of(name), torch.randn(1, sum(LENGTHS), 32)
     x = x[..., :16] if name == "inkling" else x
     onepass.unswap(layer)
@@ -373,10 +469,11 @@ def test_packed_sequences_of_a_layer(name):
     assert_as_each_alone(layer, lambda layer: layer(x, seq_idx=SEQ_IDX), alone)
 
 
-def test_decoding_goes_on_with_the_last_of_packed_sequences():
-    layer, x = layer_of("falcon_mamba"), torch.randn(1, sum(LENGTHS), 32)
+@pytest.mark.parametrize("name", ["falcon_mamba", "qwen3_next", "kimi_linear"])
+def test_decoding_goes_on_with_the_last_of_packed_sequences(name):
+    layer, x = layer_of(name), torch.randn(1, sum(LENGTHS), 32)
     with torch.no_grad():
-        packed, alone = (scan_models.transformers.DynamicCache(config=layer.config) for _ in "ab")
+        packed, alone = cache_of(name), cache_of(name)
         layer(x, cache_params=packed, seq_idx=SEQ_IDX)
         layer(x[:, -LENGTHS[-1] :], cache_params=alone)
         states = [cache.get_recurrent_state(0, state_idx=0) for cache in (packed, alone)]
@@ -386,13 +483,28 @@ def test_decoding_goes_on_with_the_last_of_packed_sequences():
         torch.testing.assert_close(*steps)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-def test_packed_sequences_raise_where_a_part_of_the_layer_does(name):
-    with refused_by_stock():
-        layer_of(name)(torch.randn(1, sum(LENGTHS), 32), seq_idx=SEQ_IDX)
+def test_both_ways_of_packing_together():
+    """Of Kimi Linear's functions in their packages, one takes `seq_idx` and the other
+    `cu_seqlens`."""
+    layer, x = layer_of("kimi_linear"), torch.randn(1, sum(LENGTHS), 32)
+    expected = layer(x, seq_idx=SEQ_IDX)
+    for both in (dict(cu_seqlens=CU_SEQLENS), dict(cu_seqlens=CU_SEQLENS, seq_idx=SEQ_IDX)):
+        assert torch.equal(layer(x, **both), expected)
 
 
-def test_rows_of_packed_sequences_raise_beside_a_scan():
-    """A scan takes packed sequences of one row: its convolution keeps to that."""
+def test_packed_sequences_after_others_raise():
+    """The cache holds one sequence: it cannot be continued by several."""
+    layer, x = layer_of("qwen3_next"), torch.randn(1, sum(LENGTHS), 32)
+    cache = cache_of("qwen3_next")
+    with torch.no_grad():
+        layer(x, cache_params=cache)
+        for packing in (dict(seq_idx=SEQ_IDX), dict(cu_seq_lens_q=CU_SEQLENS)):
+            with refused_by_stock():
+                layer(x, cache_params=cache, **packing)
+
+
+@pytest.mark.parametrize("name", ["falcon_mamba", "qwen3_next", "kimi_linear"])
+def test_rows_of_packed_sequences_raise_beside_a_scan(name):
+    """A scan or delta rule takes packed sequences of one row."""
     with refused_by_stock():
-        layer_of("falcon_mamba")(torch.randn(2, sum(LENGTHS), 32), seq_idx=SEQ_IDX.repeat(2, 1))
+        layer_of(name)(torch.randn(2, sum(LENGTHS), 32), seq_idx=SEQ_IDX.repeat(2, 1))

@@ -492,7 +492,7 @@ class Plan:
         if isinstance(found, rotary.Functions):
             reason, more, prove = Reason.ROTARY, found.sizes, rotary_proof.prove
         else:
-            reason, more, prove = Reason.SCAN, found.beside_scan, provider(SCANS_PROOF).prove
+            reason, more, prove = Reason.SCAN, found.beside, provider(SCANS_PROOF).prove
         return [
             self._judged(
                 (called.name, id(called.function), more),

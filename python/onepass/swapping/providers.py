@@ -25,7 +25,7 @@ PEFT = "peft"
 # words(module), refusal(module), layer_of(module): linear layers that another library quantised.
 QUANTIZED = "quantized_layers"
 # computing(function, spec), forward_of(forward): functions of state-space layers that stand in for
-# those of a package; prove(called, beside_scan), whether one is computed.
+# those of a package; prove(called, beside), whether one is computed.
 SCANS = "transformers.scans"
 SCANS_PROOF = "transformers.scans_proof"
 

@@ -1,10 +1,10 @@
 """Functions of state-space and linear-attention layers that a forward calls: causal convolutions,
-selective scans, and their steps of decoding.
+selective scans, delta rules, and their steps of decoding.
 
-transformers decorates such functions with the name that they have in the packages causal_conv1d and
-mamba_ssm, and runs a slow reference where the package is missing. The decorator's wrapper keeps the
-two names, by which a function is recognised, whatever its own name. `copies.py` makes the forward
-that calls ours, and an integration knows the arguments.
+transformers decorates such functions with the name that they have in the packages causal_conv1d,
+mamba_ssm and fla, and runs a slow reference where the package is missing. The decorator's wrapper
+keeps the two names, by which a function is recognised, whatever its own name. `copies.py` makes the
+forward that calls ours, and an integration knows the arguments.
 """
 
 from __future__ import annotations
@@ -26,12 +26,21 @@ FUNCTIONS = {
     "selective_scan_fn": ("mamba_ssm", "selective scan"),
     "mamba_chunk_scan_combined": ("mamba_ssm", "scan in chunks"),
     "selective_state_update": ("mamba_ssm", "state update of decoding"),
+    "chunk_gated_delta_rule": ("fla", "gated delta rule"),
+    "fused_recurrent_gated_delta_rule": ("fla", "gated delta rule"),
+    "chunk_kda": ("fla", "Kimi delta attention"),
+    "fused_recurrent_kda": ("fla", "Kimi delta attention"),
     "mamba_inner_fn": ("mamba_ssm", ""),
     "mamba_split_conv1d_scan_combined": ("mamba_ssm", ""),
 }
 SCAN, CHUNKS, STEP = "selective_scan_fn", "mamba_chunk_scan_combined", "selective_state_update"
+GATED = "chunk_gated_delta_rule"
 FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
-_DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+_DISTRIBUTIONS = {
+    "causal_conv1d": "causal-conv1d",
+    "fla": "flash-linear-attention",
+    "mamba_ssm": "mamba-ssm",
+}
 
 
 class Called(NamedTuple):
@@ -46,13 +55,14 @@ class Functions(NamedTuple):
     """The functions of a module."""
 
     called: tuple[Called, ...]
-    beside_scan: bool  # one of them is a selective scan
+    beside: str  # that of SCAN and GATED which is one of them, or ""
 
 
 def functions(module: nn.Module) -> Functions:
     """The functions of `FUNCTIONS` that the forward of a module calls."""
     found = tuple(copies.called(module, _recognised))
-    return Functions(found, any(called.of_package == SCAN for called in found))
+    beside = next((c.of_package for c in found if c.of_package in (SCAN, GATED)), "")
+    return Functions(found, beside)
 
 
 def is_decorated(module: nn.Module) -> bool:

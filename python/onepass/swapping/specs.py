@@ -116,7 +116,7 @@ class ScanSpec(NamedTuple):
 
     name: str  # by which a forward calls it
     of_package: str  # of onepass.swapping.scans.FUNCTIONS
-    beside_scan: bool  # the forward calls a selective scan too
+    beside: str  # of the same forward, what decides how it is told of packed sequences; or ""
 
 
 class HeadSpec(NamedTuple):

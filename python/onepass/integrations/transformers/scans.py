@@ -1,9 +1,10 @@
-"""The functions of transformers' state-space layers on onepass's operators, for `onepass.swap`.
+"""The functions of transformers' state-space and linear-attention layers on onepass's operators,
+for `onepass.swap`.
 
 A model calls a function of its own file, which transformers' decorator lets stand in for one of the
-packages causal_conv1d and mamba_ssm. Here are functions with the same arguments. They compute calls
-on a CPU, forward and backward; all other calls run the model's own function, on a GPU the package's
-where that is installed. Results have the dtype of the model's own function.
+packages causal_conv1d, mamba_ssm and fla. Here are functions with the same arguments. They compute
+calls on a CPU, forward and backward; all other calls run the model's own function, on a GPU the
+package's where that is installed. Results have the dtype of the model's own function.
 
 `onepass.swapping.scans` finds the functions, and `scans_proof.py` tests them.
 """
@@ -20,8 +21,12 @@ from torch import Tensor
 import onepass.functional
 from onepass._overrides import visibly
 from onepass._refusals import or_torchs
+from onepass.swapping import scans
 from onepass.swapping.inputs import is_autocast, is_plain
 from onepass.swapping.specs import ScanSpec
+
+_DELTA_RULE = ("query", "key", "value", "g", "beta")
+_OF_STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 # The parameters of transformers' functions, which those below have too.
 PARAMETERS = {
@@ -38,6 +43,10 @@ PARAMETERS = {
     "selective_state_update": (
         "state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z",
     ),
+    "chunk_gated_delta_rule": (*_DELTA_RULE, "chunk_size", *_OF_STATE),
+    "fused_recurrent_gated_delta_rule": (*_DELTA_RULE, *_OF_STATE),
+    "chunk_kda": (*_DELTA_RULE, "chunk_size", *_OF_STATE),
+    "fused_recurrent_kda": (*_DELTA_RULE, *_OF_STATE),
 }  # fmt: skip
 _ACTIVATIONS = (None, "silu", "swish")
 _PACKING = ("seq_idx", "cu_seqlens")
@@ -48,7 +57,7 @@ _OF_FORWARD: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("seq
 
 def computing(function: Callable, spec: ScanSpec) -> Callable:
     """Ours, for a function of a model's file that was proven."""
-    ours = _OURS[spec.of_package](function, spec.beside_scan)
+    ours = _OURS[spec.of_package](function, spec.beside)
     ours.__name__ = ours.__qualname__ = spec.name
     return ours
 
@@ -103,31 +112,36 @@ def _packed(named: dict[str, object]) -> dict[str, object]:
 # ---- causal convolution --------------------------------------------------------------------------
 
 
-def _causal_conv1d_fn(theirs: Callable, beside_scan: bool) -> Callable:
+def _causal_conv1d_fn(theirs: Callable, beside: str) -> Callable:
     def ours(hidden_states, weight, bias=None, activation=None, **named):
         given, packed = (hidden_states, weight, bias, activation), _packed(named)
-        if packed and beside_scan:  # both or none
+        if packed and beside == scans.SCAN:  # both or none
             is_for_scan = packed.get("seq_idx") is _OF_FORWARD.get() and len(packed) == 1
         else:
             is_for_scan = True
         if not (is_for_scan and activation in _ACTIVATIONS and _are_ours(given[:3])):
             return theirs(*given, **named)
+        if not packed and beside == scans.GATED and named.get("cu_seq_lens_q") is not None:
+            named["cu_seqlens"] = named["cu_seq_lens_q"]  # as the delta rule gets it
         return or_torchs(_convolved, theirs, *given, **named)
 
     return ours
 
 
 def _convolved(hidden_states, weight, bias, activation, **named) -> Tensor:
+    packed = _packed(named)
+    if len(packed) == 2:
+        del packed["cu_seqlens"]  # the package's takes seq_idx alone
     output = visibly(
         onepass.functional.causal_conv1d,
         hidden_states, weight, bias,
         activation=activation and "silu",
-        **_packed(named),
+        **packed,
     )  # fmt: skip
     return output.to(hidden_states.dtype)
 
 
-def _causal_conv1d_update(theirs: Callable, beside_scan: bool) -> Callable:
+def _causal_conv1d_update(theirs: Callable, beside: str) -> Callable:
     def ours(hidden_states, conv_state, weight, bias=None, activation=None, **named):
         given = (hidden_states, conv_state, weight, bias, activation)
         if _packed(named) or activation not in _ACTIVATIONS or not _are_ours(given[:4]):
@@ -148,7 +162,7 @@ def _convolved_on(hidden_states, conv_state, weight, bias, activation, **_) -> T
 # ---- selective scan ------------------------------------------------------------------------------
 
 
-def _selective_scan_fn(theirs: Callable, beside_scan: bool) -> Callable:
+def _selective_scan_fn(theirs: Callable, beside: str) -> Callable:
     def ours(
         hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
         return_last_state=False, use_mambapy=False, use_associative_scan=False, **named,
@@ -199,7 +213,7 @@ def _dtype_of_scan(hidden_states: Tensor, D: Tensor | None, z: Tensor | None) ->
 # ---- scan in chunks ------------------------------------------------------------------------------
 
 
-def _mamba_chunk_scan_combined(theirs: Callable, beside_scan: bool) -> Callable:
+def _mamba_chunk_scan_combined(theirs: Callable, beside: str) -> Callable:
     def ours(
         hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None,
         dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, **named,
@@ -230,7 +244,7 @@ def _scanned_in_chunks(
     return output, final_states.to(torch.get_autocast_dtype(hidden_states.device.type))
 
 
-def _selective_state_update(theirs: Callable, beside_scan: bool) -> Callable:
+def _selective_state_update(theirs: Callable, beside: str) -> Callable:
     def ours(
         state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **named
     ):
@@ -250,7 +264,70 @@ def _updated(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **_)
     return output.to(hidden_states.dtype)
 
 
-def _fused(theirs: Callable, beside_scan: bool) -> Callable:
+# ---- delta rule ----------------------------------------------------------------------------------
+
+
+def _by_chunks(operator: Callable, theirs: Callable, beside: str) -> Callable:
+    compute = functools.partial(_attended, operator)
+
+    def ours(
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **named,
+    ):  # fmt: skip
+        given = (query, key, value, g, beta, chunk_size, initial_state)
+        options = (output_final_state, use_qk_l2norm_in_kernel)
+        if not _are_ours((*given[:5], initial_state)) or _cannot_be_read(named):
+            return theirs(*given, *options, **named)
+        return or_torchs(compute, theirs, *given, *options, **named)
+
+    return ours
+
+
+def _token_by_token(operator: Callable, theirs: Callable, beside: str) -> Callable:
+    def compute(query, key, value, g, beta, *of_state, **named):
+        return _attended(operator, query, key, value, g, beta, 1, *of_state, **named)
+
+    def ours(
+        query, key, value, g, beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **named,
+    ):  # fmt: skip
+        given = (query, key, value, g, beta, initial_state)
+        options = (output_final_state, use_qk_l2norm_in_kernel)
+        if not _are_ours(given) or _cannot_be_read(named):
+            return theirs(*given, *options, **named)
+        return or_torchs(compute, theirs, *given, *options, **named)
+
+    return ours
+
+
+def _cannot_be_read(named: dict[str, object]) -> bool:
+    """Whether it is unknown where packed sequences begin."""
+    packed = _packed(named)
+    return "cu_seqlens" not in packed and "seq_idx" in packed and not _is_one_row(packed["seq_idx"])
+
+
+def _attended(
+    operator, query, key, value, g, beta, chunk_size, initial_state, output_final_state, qk_l2norm,
+    **named,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    packed = _packed(named)
+    cu_seqlens = packed.get("cu_seqlens")
+    if cu_seqlens is None and packed:
+        cu_seqlens = _begins(packed["seq_idx"])
+    output, final_state = visibly(
+        operator,
+        query, key, value.to(torch.promote_types(value.dtype, query.dtype)), g, beta,
+        initial_state=initial_state,
+        output_final_state=bool(output_final_state),
+        use_qk_l2norm_in_kernel=bool(qk_l2norm),
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if final_state is not None:  # theirs is in float32
+        final_state = (final_state if cu_seqlens is None else final_state[-1:]).float()
+    return output.to(query.dtype), final_state
+
+
+def _fused(theirs: Callable, beside: str) -> Callable:
     """A whole layer in one function: None asks the model to call the others, without a warning."""
 
     def ours(projected, *args, **named):
@@ -265,6 +342,16 @@ _OURS = {
     "selective_scan_fn": _selective_scan_fn,
     "selective_state_update": _selective_state_update,
     "mamba_chunk_scan_combined": _mamba_chunk_scan_combined,
+    "chunk_gated_delta_rule": functools.partial(
+        _by_chunks, onepass.functional.chunk_gated_delta_rule
+    ),
+    "fused_recurrent_gated_delta_rule": functools.partial(
+        _token_by_token, onepass.functional.fused_recurrent_gated_delta_rule
+    ),
+    "chunk_kda": functools.partial(_by_chunks, onepass.functional.chunk_kda),
+    "fused_recurrent_kda": functools.partial(
+        _token_by_token, onepass.functional.fused_recurrent_kda
+    ),
     "mamba_inner_fn": _fused,
     "mamba_split_conv1d_scan_combined": _fused,
 }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onepass.integrations.transformers import scans as ours
+from onepass.reference import delta_rule
 from onepass.reference.causal_conv import causal_conv1d, causal_conv1d_update
 from onepass.reference.mamba_chunk_scan import mamba_chunk_scan
 from onepass.reference.selective_scan import selective_scan, selective_state_update
@@ -41,9 +42,9 @@ class _Form(NamedTuple):
     state: str = ""  # the argument that theirs writes
 
 
-def prove(called: Called, beside_scan: bool) -> ScanSpec | str:
+def prove(called: Called, beside: str) -> ScanSpec | str:
     """The spec of a function that computes what its name says, or why it is not replaced."""
-    spec = ScanSpec(called.name, called.of_package, beside_scan)
+    spec = ScanSpec(called.name, called.of_package, beside)
     theirs = scans.reference(called.function)
     with trials.isolated():
         try:
@@ -107,7 +108,8 @@ def _run_exactly(form: _Form, given: Arguments) -> list[Tensor]:
 
 
 def _listed(result: Tensor | tuple) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
+    results = [result] if isinstance(result, Tensor) else list(result)
+    return [x for x in results if x is not None]
 
 
 def _results(form: _Form, dtype: torch.dtype, seed: int, run: Callable) -> list[Tensor]:
@@ -224,6 +226,32 @@ def _stepped(state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplu
     return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
 
 
+def _delta_rules(
+    draw: Draw, key_heads: int, of_decay: tuple[int, ...], **size: int
+) -> Iterator[Arguments]:
+    of_token, of_keys = (_BATCH, _TOKENS, _HEADS), (_BATCH, _TOKENS, key_heads, _STATE)
+    state = draw(_BATCH, _HEADS, _STATE, _CHANNELS, dtype=torch.float32)
+    options = dict(initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    without = dict(initial_state=None, output_final_state=False)
+    # The second draws keys of norms near 1: states grow with longer ones.
+    for factor, more in ((1, options | size), (_STATE**-0.5, without)):
+        query, key, value = draw(*of_keys), factor * draw(*of_keys), draw(*of_token, _CHANNELS)
+        g = -draw(*of_token, *of_decay, dtype=torch.float32).exp()
+        beta = draw(*of_token).sigmoid()
+        yield dict(query=query, key=key, value=value, g=g, beta=beta, **more)
+
+
+def _attended(
+    query, key, value, g, beta, chunk_size=0, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+):  # fmt: skip
+    scale, l2norm = query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel
+    found = delta_rule.recurrent(query, key, value, g, beta, scale, initial_state, None, l2norm)
+    return found if output_final_state else found[0]
+
+
+_GATED = functools.partial(_delta_rules, key_heads=_GROUPS, of_decay=())
+_KIMI = functools.partial(_delta_rules, key_heads=_HEADS, of_decay=(_STATE,))
 _FORMS = {
     "causal_conv1d_fn": (_Form("a causal convolution", _convolutions, _convolved),),
     "causal_conv1d_update": (
@@ -243,4 +271,13 @@ _FORMS = {
             ("of heads", (_HEADS, _CHANNELS), (_GROUPS,)),
         )
     ),
+    **{
+        name: (_Form(text, functools.partial(draw, **size), _attended),)
+        for name, text, draw, size in (
+            ("chunk_gated_delta_rule", "a gated delta rule", _GATED, {"chunk_size": _TOKENS // 2}),
+            ("fused_recurrent_gated_delta_rule", "a gated delta rule", _GATED, {}),
+            ("chunk_kda", "Kimi delta attention", _KIMI, {"chunk_size": _TOKENS // 2}),
+            ("fused_recurrent_kda", "Kimi delta attention", _KIMI, {}),
+        )
+    },
 }
