@@ -176,6 +176,22 @@ FAULTS = [
             "last_state[-1:] if cu_seqlens is not None else last_state",
             "last_state",
         ),
+        (
+            "integrations/transformers/scans.py",
+            "(final_state if cu_seqlens is None else final_state[-1:])",
+            "final_state",
+        ),
+        (
+            "integrations/transformers/scans.py",
+            "torch.promote_types(value.dtype, query.dtype)",
+            "value.dtype",
+        ),
+        (
+            "integrations/transformers/scans.py",
+            'named["cu_seqlens"] = named["cu_seq_lens_q"]',
+            "pass",
+        ),
+        ("integrations/transformers/scans.py", 'del packed["cu_seqlens"]', "pass"),
     ),
     *_of(
         "csrc/cpu/optimizer/",

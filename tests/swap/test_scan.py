@@ -492,6 +492,19 @@ def test_both_ways_of_packing_together():
         assert torch.equal(layer(x, **both), expected)
 
 
+@pytest.mark.parametrize(
+    "name, by", [("qwen3_next", "cu_seq_lens_q"), ("kimi_linear", "cu_seqlens")]
+)
+def test_packed_sequences_of_a_compiled_layer(name, by):
+    """Compiled code cannot read where the numbers of `seq_idx` change."""
+    layer, x = layer_of(name), torch.randn(1, sum(LENGTHS), 32)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, **{by: CU_SEQLENS}), layer(x, seq_idx=SEQ_IDX))
+    with refused_by_stock():
+        torch.compile(layer, backend="eager")(x, seq_idx=SEQ_IDX)
+
+
 def test_packed_sequences_after_others_raise():
     """The cache holds one sequence: it cannot be continued by several."""
     layer, x = layer_of("qwen3_next"), torch.randn(1, sum(LENGTHS), 32)
