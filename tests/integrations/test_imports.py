@@ -10,7 +10,7 @@ from tests.support import fresh
 
 PACKAGES = ("accelerate", "diffusers", "flash_attn", "lightning", "peft", "pytorch_lightning",
             "timm", "torchtitan", "transformers")  # fmt: skip
-NEEDS_NONE = ("diffusers", "flash_attn")
+NEEDS_NONE = ("diffusers", "flash_attn", "quantized_layers")
 # Module, its use, and what the error names without the package. The last two import theirs: their
 # classes are subclasses of its.
 USES = {
