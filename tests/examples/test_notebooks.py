@@ -42,7 +42,7 @@ SMALLER = {
     },
     "05_choosing_a_format": {
         "STEPS, LENGTH = 400, 128": "STEPS, LENGTH = 3, 80",
-        "hidden_size=192, intermediate_size=512": "hidden_size=48, intermediate_size=64",
+        "hidden_size=192, intermediate_size=512": "hidden_size=96, intermediate_size=64",
         "WIDTH, LAYERS, ROUNDS = 2048, 8, 5": "WIDTH, LAYERS, ROUNDS = 64, 2, 3",
     },
 }

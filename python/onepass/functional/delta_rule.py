@@ -169,12 +169,13 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same as `chunk_gated_delta_rule`, for few tokens, such as those of decoding: token by
-    token, the state read and written once. Where a gradient is wanted, and in compiled programs, the
-    other one runs; `delta_rule_update` is for these too.
+    token, the state read and written once. Where a gradient is wanted, and in compiled programs,
+    the other one runs; `delta_rule_update` is for these too.
 
     Args:
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            cu_seqlens: as there. The initial state is not changed; `delta_rule_update` changes it.
+        q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens: as there.
+        initial_state, output_final_state: as there. The initial state is not changed;
+            `delta_rule_update` changes it.
 
     Returns:
         A Tensor of v's shape and dtype, contiguous, and None; with output_final_state the state, in
@@ -219,8 +220,8 @@ def fused_recurrent_kda(
     """The same as `chunk_kda`, for few tokens, as `fused_recurrent_gated_delta_rule`.
 
     Args:
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            cu_seqlens: as there.
+        q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens: as there.
+        initial_state, output_final_state: as there.
 
     Returns:
         A Tensor of v's shape and dtype, contiguous, and None; with output_final_state the state, in

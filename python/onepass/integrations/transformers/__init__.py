@@ -37,7 +37,8 @@ names, and its errors say so.
     quantization.py  QuantizationConfig: `from_pretrained` of quantised models;
                   quantized_experts.py gpt-oss's experts
     kernels.py    layers for transformers' `set_use_kernels`
-    scans.py      functions of scans and linear attention for `onepass.swap`; scans_proof.py tests them
+    scans.py      functions of scans and linear attention for `onepass.swap`; scans_proof.py tests
+                  them
     trainer.py    the optimizer and the callback for transformers' Trainer
 """
 
