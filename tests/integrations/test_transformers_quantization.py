@@ -392,3 +392,20 @@ def test_transformers_that_cannot_convert_weights(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
     with pytest.raises(ImportError, match="must convert weights as it reads them, got version"):
         importlib.import_module(module)
+
+
+def test_blocks_and_attention_by_transformers_switches(tmp_path):
+    """Layers of `register_kernels` and attention of `attach` on a quantised model."""
+    from onepass.integrations.transformers import attach, detach, kernels
+
+    model = load(save(llama(), tmp_path / "stock"), "int8")
+    expected = logits(model)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(1, 5, 128)
+    for layer in (kernels.SwiGLUMLP, kernels.Linear):
+        own = mlp if layer is kernels.SwiGLUMLP else mlp.up_proj
+        torch.testing.assert_close(layer.forward(own, x), own(x))
+    assert "attention" in str(attach(model))
+    torch.testing.assert_close(logits(model), expected)
+    detach(model)
+    assert torch.equal(logits(model), expected)
