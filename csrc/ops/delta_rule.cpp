@@ -252,6 +252,11 @@ Checked<DeltaRuleUpdate> check_update(const DeltaRuleUpdateOptions& options, con
   read("v", options.v);
   read("g", options.g);
   read("beta", options.beta);
+  if (options.cu_seqlens) {
+    const Tensor& given = *options.cu_seqlens;
+    const Place offsets{given.const_data_ptr(), info_of(given), sizeof(int32_t)};
+    require_apart(kUpdate, "cu_seqlens", offsets, "state", written, kVerb);
+  }
   return call;
 }
 

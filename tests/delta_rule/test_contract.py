@@ -284,6 +284,23 @@ def test_messages_of_the_update():
         for name in ("q", "k", "g", "beta")
     }
     assert_refused(functional.delta_rule_update, "delta_rule_update", right, wrong)
+    room = torch.zeros(72)
+    offsets = room.view(torch.int32)[:2]
+    offsets[1] = 5
+    packed = {name: tensor[:1] for name, tensor in right.items()} | {"cu_seqlens": offsets}
+    message = "cu_seqlens must lie apart from state, which is updated in place, got shared memory"
+    with pytest.raises(RuntimeError, match=message):
+        functional.delta_rule_update(**packed | {"state": room.view(1, 4, 6, 3)})
+
+
+@pytest.mark.parametrize("beyond", [3 - 2**32, 3 + 2**32], ids=["below", "above"])
+def test_offsets_beyond_32_bits_are_refused(beyond):
+    q = torch.randn(1, 5, 2, 6)
+    g = torch.zeros(1, 5, 2)
+    offsets = torch.tensor([0, beyond, 5])
+    for given in (offsets, offsets.to(torch.uint64)):
+        with pytest.raises(RuntimeError, match="cu_seqlens must"):
+            functional.chunk_gated_delta_rule(q, q, q, g, g, cu_seqlens=given)
 
 
 def test_messages_of_the_backward():

@@ -131,7 +131,15 @@ def test_odd_sizes(sizes, channels):
 def test_the_sizes_of_models(dtype, channels):
     """q and k are normalised, g and beta are in float32."""
     options = {"wide": dtype is BF16, "use_qk_l2norm_in_kernel": True}
-    check((1, 130, 2, 128), 128, dtype, channels, draws=4, **options)
+    check((1, 130, 2, 128), 128, dtype, channels, draws=2, **options)
+
+
+@decays
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("size", [256, 576])
+def test_few_tokens_of_wide_keys(size, length, channels):
+    """The gradient of g has a sum over all keys and values of the state."""
+    check((1, length, 2, size), 64, F32, channels, draws=4, use_qk_l2norm_in_kernel=True)
 
 
 @dtypes

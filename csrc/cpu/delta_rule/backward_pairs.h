@@ -91,7 +91,8 @@ void put_key_gradients(const Chunk<A>& chunk, KeyGradients<A>& own) {
     from_before[t] = sum_of_lanes<A>(read);
     to_after[t] = sum_of_lanes<A>(written);
   }
-  A through = 0;
+  // It is part of each token's gradient, so its digits count: summed in double.
+  double through = 0;
   for (int64_t n = 0; n < width; ++n) through += own.dleft[n];
   alignas(64) Line<A> pairs[kTokens];
   const int64_t columns = padded<A>(tokens);
@@ -109,7 +110,8 @@ void put_key_gradients(const Chunk<A>& chunk, KeyGradients<A>& own) {
       store<A>(own.dqueries[t] + s, decay * of_query);
     }
   }
-  put_dg(chunk, from_before, to_after, chunk.left[0] * through, pairs, own.dg);
+  const A of_all = static_cast<A>(chunk.left[0] * through);
+  put_dg(chunk, from_before, to_after, of_all, pairs, own.dg);
   const Panel<A> k{chunk.k, stride}, q{chunk.q, stride};
   for_each_tile<A>(tokens, width, QueryGradient<A>{{own.dqueries[0], kTokens, 1}, k, own.dq});
   for_each_tile<A>(tokens, width, KeyGradient<A>{own.dkeys, own.dqueries, k, q, tokens, own.dk});

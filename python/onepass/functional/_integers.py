@@ -18,7 +18,8 @@ def whole_numbers(op: str, name: str, tensor: Tensor) -> Tensor:
 
 
 def as_int32(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The same in int32. A larger number becomes the largest, to be refused, not another one."""
-    if whole_numbers(op, name, tensor).dtype is torch.int64:
-        tensor = tensor.clamp(max=torch.iinfo(torch.int32).max)
+    """The same in int32. One beyond it becomes the last one, to be refused, not another number."""
+    if whole_numbers(op, name, tensor).dtype in (torch.int64, torch.uint32, torch.uint64):
+        bounds = torch.iinfo(torch.int32)
+        tensor = tensor.to(torch.int64).clamp(bounds.min, bounds.max)
     return tensor.to(torch.int32)
