@@ -236,4 +236,6 @@ def test_families_on_the_command_line(monkeypatch):
     run_here("bench", "attention", "decode", "--device", "cuda")
     assert {case.name.partition("/")[0] for case in seen} == {"attention", "decode"}
     told = refusal("bench", "attention", "norms")
-    assert told.startswith("bench: FAMILY must be one of attention, causal_conv, decode, dropout")
+    assert told.startswith(
+        "bench: FAMILY must be one of attention, causal_conv, decode, delta_rule"
+    )

@@ -295,7 +295,7 @@ def delta_rule_update(
             raise TypeError  # which check_arguments names
         if cu_seqlens is not None:
             cu_seqlens = as_int32("delta_rule_update", "cu_seqlens", cu_seqlens)
-        scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+        scale = _scale_of(q) if scale is None else float(scale)
         return _delta_rule.delta_rule_update(
             state, q, k, v, g, beta, cu_seqlens, scale, use_qk_l2norm_in_kernel, g.dim() == 4
         )
@@ -324,8 +324,12 @@ def _call(
         raise TypeError  # which check_arguments names
     if cu_seqlens is not None:
         cu_seqlens = as_int32(_OP, "cu_seqlens", cu_seqlens)
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    scale = _scale_of(q) if scale is None else float(scale)
     output, final_state = operator(
         q, k, v, g, beta, initial_state, cu_seqlens, scale, qk_l2norm, g_has_channels
     )
     return output, final_state if output_final_state else None
+
+
+def _scale_of(q: Tensor) -> float:
+    return max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0

@@ -314,10 +314,19 @@ def _delta_rule_updates():
     def of_channels():
         return of_heads() | {"g": -randn(2, 2, 4, 5, seed=2).abs()}
 
-    for text, make in (("", of_heads), (" of channels", of_channels)):
-        options = {"use_qk_l2norm_in_kernel": True}
-        yield public("delta_rule_update", make, text, options=options, grows={}, written=("state",))
-        options = {"scale": 0.5, "qk_l2norm": True, "g_has_channels": bool(text)}
+    def packed():
+        own = {name: tensor[:1] for name, tensor in of_heads().items()}
+        own["state"] = randn(3, 4, 5, 3)
+        return own | {"cu_seqlens": torch.tensor([0, 1, 1, 2], dtype=torch.int32)}
+
+    makers = (("", of_heads), (" of channels", of_channels), (" packed", packed))
+    for text, make in makers:
+        if make is not packed:  # whose state has a row for each sequence, not for each sample
+            options = {"use_qk_l2norm_in_kernel": True}
+            yield public(
+                "delta_rule_update", make, text, options=options, grows={}, written=("state",)
+            )
+        options = {"scale": 0.5, "qk_l2norm": True, "g_has_channels": make is of_channels}
         yield from raw("delta_rule_update", make, text, written=("state",), **options)
 
 
