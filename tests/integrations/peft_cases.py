@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import onepass
+from onepass import numerics
 from onepass.nn import QuantizedLinear
+from tests.integrations.transformers_cases import IDS
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -70,3 +72,12 @@ def plain(wrapped: nn.Module, config, dtype: torch.dtype, make=model) -> nn.Modu
     register()
     assert not any(isinstance(layer, OursLora) for layer in stock.modules())
     return stock.train(wrapped.training)
+
+
+@torch.no_grad()
+def assert_as_dequantised(logits: torch.Tensor, wrapped: nn.Module) -> None:
+    """By the numerics rule, against the model with plain layers in float64."""
+    plain = copy.deepcopy(wrapped)
+    onepass.dequantize(plain)
+    base = plain(IDS).logits
+    numerics.assert_close(logits.detach(), plain.double()(IDS).logits, base, "logits")

@@ -16,6 +16,8 @@ from onepass.nn import QuantizedLinear
 from tests.integrations.test_transformers_quantization import IDS, Auto, llama, logits, save
 
 F64 = torch.float64
+INSTALLED_BY = "make test-integrations installs it; layouts are tested without it"
+TORCHAO = "torchtune needs torchao 0.15, which cannot save such tensors; layouts are tested"
 
 
 def check(path, weights: dict[str, Tensor], **options) -> nn.Module:
@@ -36,7 +38,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4_of_bitsandbytes(nested, tmp_path):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason=INSTALLED_BY)
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
     )
@@ -51,7 +53,7 @@ def test_nf4_of_bitsandbytes(nested, tmp_path):
 
 
 def test_int8_of_bitsandbytes(tmp_path):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason=INSTALLED_BY)
     config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     stock = Auto.from_pretrained(save(llama(), tmp_path / "plain"), quantization_config=config)
     weights = {
@@ -63,8 +65,7 @@ def test_int8_of_bitsandbytes(tmp_path):
 
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_int8_of_torchao(name, tmp_path):
-    # torchtune needs 0.15, which cannot save such tensors.
-    torchao = pytest.importorskip("torchao", minversion="0.16")
+    torchao = pytest.importorskip("torchao", minversion="0.16", reason=TORCHAO)
     config = transformers.TorchAoConfig(getattr(torchao.quantization, name)(version=2))
     stock = Auto.from_pretrained(save(llama(), tmp_path / "plain"), quantization_config=config)
     weights = {
@@ -87,7 +88,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_compressed_tensors(name, tmp_path):
-    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("compressed_tensors", reason=INSTALLED_BY)
     from compressed_tensors import quantization
     from compressed_tensors.compressors import naive_quantized, pack_quantized
     from compressed_tensors.quantization.lifecycle import forward
@@ -129,10 +130,10 @@ def test_compressed_tensors(name, tmp_path):
 # ---- layers that are loaded already --------------------------------------------------------------
 def loaded(name: str, tmp_path) -> nn.Module:
     if name == "nf4":
-        pytest.importorskip("bitsandbytes")
+        pytest.importorskip("bitsandbytes", reason=INSTALLED_BY)
         config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     else:
-        torchao = pytest.importorskip("torchao", minversion="0.16")
+        torchao = pytest.importorskip("torchao", minversion="0.16", reason=TORCHAO)
         config = transformers.TorchAoConfig(torchao.quantization.Int8WeightOnlyConfig())
     return Auto.from_pretrained(save(llama(), tmp_path / "plain"), quantization_config=config)
 
@@ -159,7 +160,7 @@ def test_swap_takes_loaded_layers_and_gives_them_back(name, tmp_path):
 
 
 def test_swap_leaves_layers_whose_input_is_quantised_too(tmp_path):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason=INSTALLED_BY)
     config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     model = Auto.from_pretrained(save(llama(), tmp_path / "plain"), quantization_config=config)
     reasons = {entry["name"]: entry["reason"] for entry in onepass.swap(model).skipped}
@@ -168,7 +169,7 @@ def test_swap_leaves_layers_whose_input_is_quantised_too(tmp_path):
 
 
 def test_swap_leaves_fp4(tmp_path):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason=INSTALLED_BY)
     layer = bitsandbytes.nn.Linear4bit(64, 64, quant_type="fp4", compute_dtype=torch.float32)
     model = nn.Sequential(layer, nn.Linear(64, 8))
     reasons = {entry["name"]: entry["reason"] for entry in onepass.swap(model).skipped}
