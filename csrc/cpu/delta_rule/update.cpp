@@ -54,10 +54,11 @@ struct UpdateScratch {
       read_line(args.g, args.g_dtype, args.g_stride, span, head, g);
     }
     for (int64_t t = 0; t < span.tokens; ++t) {
-      const Vec<A> of_token = broadcast<A>(g[t]);
+      const Vec<A> of_token =
+          args.g_has_channels ? Vec<A>{} : decay_of(bounded<A>(broadcast<A>(g[t])));
       for (int64_t i = t * stride; i < t * stride + widths.key; i += kLanes<A>) {
-        const Vec<A> of = args.g_has_channels ? load<A>(decay + i) : of_token;
-        const Vec<A> left = decay_of(bounded<A>(of));
+        const Vec<A> left =
+            args.g_has_channels ? decay_of(bounded<A>(load<A>(decay + i))) : of_token;
         store<A>(decay + i, left);
         store<A>(decayed_k + i, left * load<A>(k + i));
       }
